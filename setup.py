@@ -12,6 +12,7 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import importlib.util
@@ -31,6 +32,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
+from setuptools.errors import CompileError
 
 CSRC = Path("csrc")
 # By folder: results of these are fixed to the bit, and a fused multiply-add has one rounding less.
@@ -112,16 +114,35 @@ def native_extension() -> Extension:
     )
 
 
+def inputs_of(made: str) -> list[Path]:
+    """What went into an object file, as its compiler noted beside it (-MMD)."""
+    notes = Path(made).with_suffix(".d").read_text()
+    names = notes.replace("\\\n", " ").partition(": ")[2].replace("\\ ", "\0").split()
+    return [Path(name.replace("\0", " ")) for name in names]
+
+
 def is_stale(made: str, source: str) -> bool:
-    """Whether an object file is older than what went into it, as its compiler noted beside it
-    (-MMD), or than the flags above."""
-    notes = Path(made).with_suffix(".d")
-    if not notes.is_file():
+    """Whether an object file is older than what went into it, or than the flags above."""
+    if not Path(made).with_suffix(".d").is_file():
         return True
-    names = notes.read_text().replace("\\\n", " ").partition(": ")[2].replace("\\ ", "\0").split()
-    inputs = [Path(name.replace("\0", " ")) for name in (*names, source, SETUP)]
     built = Path(made).stat().st_mtime_ns
+    inputs = [*inputs_of(made), Path(source), Path(SETUP)]
     return not all(path.is_file() and path.stat().st_mtime_ns <= built for path in inputs)
+
+
+def note_clean(made: str, source: str) -> None:
+    """Beside an object file that was compiled without a warning: a hash of the compiler's version,
+    of the source and of the headers of csrc. The test that looks for warnings then does not compile
+    the source again (tests/test_style.py)."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:  # another one was found
+        return
+    command = [compiler, "-dumpversion"]
+    digest = hashlib.sha256(subprocess.run(command, capture_output=True, check=False).stdout)
+    own = {path for path in inputs_of(made) if path.is_relative_to(CSRC)}
+    for path in [Path(source), *sorted(own - {Path(source)})]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    Path(made).with_suffix(".clean").write_text(digest.hexdigest())
 
 
 def find_nvcc() -> str | None:
@@ -162,24 +183,34 @@ class BuildOrReuse(build_ext):
     a wheel for a test then costs a second, not minutes."""
 
     def run(self) -> None:
-        super().run()
-        is_here = self.inplace or getattr(self, "editable_mode", False)
+        self.is_here = bool(self.inplace or getattr(self, "editable_mode", False))
+        super().run()  # which builds as if it were elsewhere, and copies
         compile_device_code(
-            Path("kernels") if is_here else Path(self.build_lib, "espnx", "kernels")
+            Path("kernels") if self.is_here else Path(self.build_lib, "espnx", "kernels")
         )
 
     def build_extension(self, extension: Extension) -> None:
         def compile_one(source: str) -> str:
             (made,) = self.compiler.object_filenames([source], output_dir=self.build_temp)
-            if not Path(made).is_file() or is_stale(made, source):
-                includes = extension.include_dirs
-                flags = extension.extra_compile_args + FLAGS_OF.get(os.path.dirname(source), [])
+            flags = extension.extra_compile_args + FLAGS_OF.get(os.path.dirname(source), [])
+
+            def compile_with(*more: str) -> None:
                 self.compiler.compile(
                     [source],
                     output_dir=self.build_temp,
-                    include_dirs=includes,
-                    extra_postargs=flags,
+                    include_dirs=extension.include_dirs,
+                    extra_postargs=[*flags, *more],
                 )
+
+            if Path(made).is_file() and not is_stale(made, source):
+                return made
+            Path(made).with_suffix(".clean").unlink(missing_ok=True)
+            if self.is_here:  # with somebody who works on it
+                with contextlib.suppress(CompileError):
+                    compile_with("-Werror")
+                    note_clean(made, source)
+                    return made
+            compile_with()
             return made
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpp.includes import clean_stamp, own_files, standard_headers
+from tests.cpp.includes import own_files, standard_headers, text_hash
 from tests.cpp.sanitized import precompiled_header
 from tests.layers import modules, own_graph
 from tests.style_rules import (
@@ -194,8 +194,8 @@ def test_clang_format() -> None:
 
 
 def test_own_cpp_compiles_without_a_warning(pytestconfig: pytest.Config, tmp_path: Path) -> None:
-    """Warnings in our own files are errors here. What compiled once is not compiled again until it,
-    a header that it includes or the compiler is another."""
+    """Warnings in our own files are errors here. What compiled once, here or for the extension, is
+    not compiled again until it, a header that it includes or the compiler is another."""
     compiler = os.environ.get("CXX", "g++")
     sources = [
         path for path in FILES if path.suffix == ".cpp" and path.is_relative_to(ROOT / "csrc")
@@ -223,9 +223,10 @@ def test_own_cpp_compiles_without_a_warning(pytestconfig: pytest.Config, tmp_pat
         ]
     else:
         sources = [path for path in sources if not path.is_relative_to(ROOT / PYTHON_IN_CPP)]
-    cache = pytestconfig.cache.mkdir("clean-cpp").parent
-    stamps = {path: clean_stamp(path, compiler, cache) for path in sources}
-    new = [path for path in sources if not stamps[path].exists()]
+    cache = pytestconfig.cache.mkdir("clean-cpp")
+    stamps = {path: cache / text_hash(path, compiler) for path in sources}
+    known = {note.read_text() for note in ROOT.glob("build/temp.*/csrc/**/*.clean")}
+    new = [path for path in sources if not stamps[path].exists() and stamps[path].name not in known]
     command = [compiler, *(flag for flag in flags if flag != "-fsyntax-only")]
     # read once: of most files, they take longer than what is ours
     pybind = "#include <pybind11/pybind11.h>\n#include <pybind11/stl.h>\n"

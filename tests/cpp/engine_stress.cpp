@@ -30,16 +30,20 @@
 
 namespace espnx::io {
 
-// posix_queue.cpp is compiled with make_posix_queue renamed, so that the engine comes by here.
-std::unique_ptr<Queue> make_real_posix_queue(unsigned threads);
+// The linker's --wrap: who calls the one comes by the other.
+std::unique_ptr<Queue> make_real_posix_queue(unsigned threads) __asm__(
+    "__real__ZN5espnx2io16make_posix_queueEj");
+std::unique_ptr<Queue> make_stressed_queue(unsigned threads) __asm__(
+    "__wrap__ZN5espnx2io16make_posix_queueEj");
+extern "C" long real_syscall(long number, ...) noexcept __asm__("__real_syscall");
+extern "C" long engine_syscall(long number, ...) noexcept __asm__("__wrap_syscall");
 
 std::atomic<bool> g_hostile{false}, g_pressure{false};
 std::atomic<int> g_refusals{
     0};  // calls that will be refused; the longest run is more than any loop should count
 std::atomic<uint64_t> g_seed{1};
 
-// uring_queue.cpp is compiled with syscall renamed, so that it comes by here: a kernel without
-// memory for requests.
+// A kernel without memory for requests.
 extern "C" long engine_syscall(long number, ...) noexcept {
   va_list list;
   va_start(list, number);
@@ -61,10 +65,10 @@ extern "C" long engine_syscall(long number, ...) noexcept {
       arg[2] = arg[1] == static_cast<long>(asked) ? arg[2] : 0;
     }
   }
-  return syscall(number, arg[0], arg[1], arg[2], arg[3], arg[4], arg[5]);
+  return real_syscall(number, arg[0], arg[1], arg[2], arg[3], arg[4], arg[5]);
 }
 
-std::unique_ptr<Queue> make_posix_queue(unsigned threads) {
+std::unique_ptr<Queue> make_stressed_queue(unsigned threads) {
   auto real = make_real_posix_queue(threads);
   if (!g_hostile) return real;
   return std::make_unique<HostileQueue>(std::move(real), g_seed++);

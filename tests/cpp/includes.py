@@ -51,16 +51,10 @@ def standard_headers() -> str:
 
 @functools.cache
 def version(compiler: str) -> bytes:
-    return subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    return subprocess.run([compiler, "-dumpversion"], capture_output=True, check=True).stdout
 
 
-def clean_stamp(source: Path, compiler: str, cache: Path) -> Path:
-    """A file that is there when that source, as it is now, has been compiled with -Wall and -Wextra
-    and there was no warning: by the test that looks for them, or for a program with a sanitizer.
-
-    Args:
-        cache: the folder of pytest's cache.
-    """
-    folder = cache / "clean-cpp"
-    folder.mkdir(exist_ok=True)
-    return folder / hashlib.sha256(version(compiler) + own_text(source)).hexdigest()[:32]
+def text_hash(source: Path, compiler: str) -> str:
+    """Of a source, the headers of ours that it reads, and the compiler's version: as setup.py
+    notes it beside what was compiled without a warning."""
+    return hashlib.sha256(version(compiler) + own_text(source)).hexdigest()

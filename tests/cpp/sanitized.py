@@ -1,6 +1,7 @@
 """Builds the C++ programs of tests/cpp with a sanitizer and plain g++. Objects are kept between
 runs, by the hash of all that went into them, and shared by the programs: of two test processes that
-want the same one, the second waits for the first."""
+want the same one, the second waits for the first. The files of a room are compiled as one: what the
+language's headers are made into is so made once."""
 
 from __future__ import annotations
 
@@ -10,19 +11,21 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cpp.includes import CSRC, ROOT, clean_stamp, own_text, standard_headers
+from tests.cpp.includes import CSRC, ROOT, own_text, standard_headers
 
 DRIVERS = ROOT / "tests" / "cpp"
 SANITIZERS = ["thread", "address,undefined"]
-KEPT = {".o", ".lock", ".hpp", ".gch"}
+KEPT = {".o", ".lock", ".hpp", ".gch", ".cpp"}
 KEPT_S = 30 * 86_400  # what nobody has asked for
+#: Rooms of csrc/ whose files are compiled as one where a program has all of them.
+TOGETHER = [sorted(CSRC.glob("io/*.cpp")), sorted(CSRC.glob("graph/**/*.cpp"))]
 ENGINE = [
     *sorted(CSRC.glob("io/**/*.cpp")),
     CSRC / "cpu" / "crc32c.cpp",
@@ -37,9 +40,10 @@ def compiler() -> str:
     return name
 
 
-def flags(sanitizer: str, *, optimise: bool = False) -> list[str]:
-    # With the thread sanitizer -O1 compiles as fast as -O0, and runs in half the time.
-    level = "-O1" if optimise or sanitizer == "thread" else "-O0"
+def flags(sanitizer: str, *, is_driver: bool = False) -> list[str]:
+    # With the thread sanitizer -O1 compiles as fast as -O0, and runs in half the time; with the
+    # address sanitizer it takes twice as long, and only drivers, which check every value, gain.
+    level = "-O1" if is_driver or sanitizer == "thread" else "-O0"
     always = [
         "-std=c++17",
         "-g1",
@@ -84,14 +88,14 @@ def precompiled_header(command: Sequence[str], text: str, folder: Path) -> Path:
     return header
 
 
+def units(sources: Sequence[Path]) -> list[list[Path]]:
+    """What is compiled as one."""
+    rooms = [room for room in TOGETHER if set(room) <= set(sources)]
+    return [*rooms, *([path] for path in sources if not any(path in room for room in rooms))]
+
+
 def build(
-    driver: str,
-    sources: Sequence[Path],
-    sanitizer: str,
-    folder: Path,
-    defines: Mapping[str, str] | None = None,
-    *,
-    optimise: bool = False,
+    driver: str, sources: Sequence[Path], sanitizer: str, folder: Path, wrapped: Sequence[str] = ()
 ) -> Path:
     """The program of tests/cpp/`driver`.cpp and `sources`.
 
@@ -99,43 +103,47 @@ def build(
         sanitizer: one or more of them, or "" for none.
         folder: of objects and programs; nothing else lies there. Several test processes may build
             in it at once.
-        defines: for a source of that name, ``old=new``: a function that the driver puts itself in
-            front of.
-        optimise: the sources, too, where they would take long without.
+        wrapped: functions, as the linker names them, that the driver puts itself in front of.
     """
 
-    def words(*, optimise: bool) -> list[str]:
+    def words(*, is_driver: bool) -> list[str]:
         tsan = ["-Wno-tsan"] if sanitizer == "thread" else []
-        return [compiler(), *flags(sanitizer, optimise=optimise), "-I", str(CSRC), *tsan]
+        return [compiler(), *flags(sanitizer, is_driver=is_driver), "-I", str(CSRC), *tsan]
 
-    common, precompiled = words(optimise=optimise), standard_headers()
+    common, precompiled = words(is_driver=False), standard_headers()
 
-    def compile_one(source: Path) -> Path:
-        command = words(optimise=optimise or source.parent == DRIVERS)
-        define = (defines or {}).get(source.name)
-        # a header that was compiled before a name of its own was another's is of no use
-        first = precompiled if command == common and define is None else None
-        command += [f"-D{define}"] if define else []
-        what = repr((command, first)).encode() + own_text(source)
+    def compile_unit(unit: list[Path]) -> Path:
+        source = unit[0]
+        command = words(is_driver=source.parent == DRIVERS)
+        first = precompiled if command == common else None
+        what = repr((command, first)).encode() + b"".join(map(own_text, unit))
         target = folder / f"{source.stem}-{hashlib.sha256(what).hexdigest()[:24]}.o"
         with only_one(target):
             if not target.exists():
+                if len(unit) > 1:
+                    source = target.with_suffix(".cpp")
+                    source.write_text("".join(f'#include "{path}"\n' for path in unit))
                 if first is not None:
                     command += ["-include", str(precompiled_header(common, first, folder))]
                 make([*command, "-c", str(source)], target)
-                if define is None and source.is_relative_to(CSRC):
-                    clean_stamp(source, command[0], folder.parent).touch()
             os.utime(target)
         return target
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, [*sources, DRIVERS / f"{driver}.cpp"]))
+        objects = list(pool.map(compile_unit, [*units(sources), [DRIVERS / f"{driver}.cpp"]]))
     for old in folder.iterdir():
         if old.suffix in KEPT and old.stat().st_mtime < time.time() - KEPT_S:
             old.unlink(missing_ok=True)
     program = folder / driver
     done = subprocess.run(
-        [compiler(), *flags(sanitizer), *map(str, objects), "-o", str(program)],
+        [
+            compiler(),
+            *flags(sanitizer),
+            *(f"-Wl,--wrap={name}" for name in wrapped),
+            *map(str, objects),
+            "-o",
+            str(program),
+        ],
         capture_output=True,
         text=True,
     )

@@ -11,16 +11,14 @@ from tests.cpp.sanitized import ENGINE, SANITIZERS, build, run
 from tests.sweeps import at_length
 
 PATHS = ["uring", "pressure", "posix", "memory", "hostile"]
-DEFINES = {
-    "posix_queue.cpp": "make_posix_queue=make_real_posix_queue",
-    "uring_queue.cpp": "syscall=engine_syscall",
-}
+#: Functions that the program puts itself in front of.
+WRAPPED = ["_ZN5espnx2io16make_posix_queueEj", "syscall"]
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)
 def stress(request: pytest.FixtureRequest) -> Path:
     folder = request.config.cache.mkdir(f"sanitized-{request.param}")
-    return build("engine_stress", ENGINE, request.param, folder, DEFINES)
+    return build("engine_stress", ENGINE, request.param, folder, WRAPPED)
 
 
 @pytest.mark.sampled(1)

@@ -18,7 +18,7 @@ SOURCES = [CSRC / "device" / "row_plan.cpp", CSRC / "io" / "buffer.cpp"]
 def program(request: pytest.FixtureRequest) -> Path:
     def built(sanitizer: str) -> Path:
         folder = request.config.cache.mkdir(f"sanitized-{sanitizer or 'none'}")
-        return build("row_plan_check", SOURCES, sanitizer, folder, optimise=True)
+        return build("row_plan_check", SOURCES, sanitizer, folder)
 
     try:
         return built("address,undefined")

@@ -10,7 +10,14 @@ pytest.importorskip("triton", reason="triton has no wheel for this machine's pro
 from tests.kernels.bounds import bounds
 from tests.kernels.sass import analysed, main_loop, mma_flop, wgmma_bytes
 from tests.kernels.table import PAGE, page_with, stored, stored_nvcc
-from tests.kernels.variants import CAPABILITIES, DEVICE_VARIANTS, TESTED, VARIANTS, Variant
+from tests.kernels.variants import (
+    CAPABILITIES,
+    DEVICE_VARIANTS,
+    TESTED,
+    VARIANTS,
+    Variant,
+    assert_multiplies_well,
+)
 from tests.ptx.nvcc import ABSENT, nvcc, nvcc_release
 
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
@@ -93,6 +100,8 @@ def test_like_the_table(variant: Variant, capability: int) -> None:
         assert ptx.count(".tf32.tf32.f32") % 3 == 0
     if variant.name.startswith("attention"):
         assert "mma.sync" in ptx or "wgmma" in ptx
+    if variant.name.startswith("maxsim"):
+        assert_multiplies_well(ptx, variant.constants["FORMAT"], variant.constants["ALIGN_BYTES"])
 
 
 def test_the_table_has_every_variant_and_none_lives_on_spills() -> None:

@@ -300,3 +300,13 @@ VARIANTS = (
     scoring("fp16", 24, 1, align_bytes=2),
     *DEVICE_VARIANTS,
 )
+
+
+def assert_multiplies_well(ptx: str, fmt: str, align_bytes: int) -> None:
+    """MaxSim over rows of a format, that begin at multiples of so many bytes: rows of 16 bits and
+    fewer belong on tensor cores, fp32 must not be rounded to TF32, and 16 bytes are loaded at a
+    time where they may be."""
+    uses_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
+    assert uses_tensor_cores == (fmt in ("fp16", "bf16", "int8", "bit1"))
+    loads_16_bytes = "cp.async.cg" in ptx or "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
+    assert loads_16_bytes or align_bytes < 16

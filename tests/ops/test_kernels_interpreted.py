@@ -1,5 +1,6 @@
 """Runs interpreted.py, and what of attention/test_kernel.py is interpreted, in a process of their
-own: Triton decides between interpreter and compiler when it is imported."""
+own: Triton decides between interpreter and compiler when it is imported. In the sweep alone: the
+same problems are run by tests/ptx, as the kernels are compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps import at_length
-
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
 
 from tests.ops.attention.test_attention import ROW_FORMATS
@@ -20,7 +19,8 @@ from tests.ops.attention.test_kernel import PARTS
 HERE = Path(__file__).parent
 
 
-@at_length("marked", "not sweep", "sweep")
+@pytest.mark.sweep
+@pytest.mark.parametrize("marked", ["not sweep", "sweep"])
 def test_kernels_in_the_interpreter(
     pytestconfig: pytest.Config, tmp_path: Path, marked: str
 ) -> None:

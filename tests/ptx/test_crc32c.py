@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from espnx.errors import InvalidInputError
 from espnx.ops import crc32c_ranges_reference
 from espnx.ops.crc32c import cuda
 from espnx.ops.crc32c.cuda import LANES, crc32c_cuda, crc32c_triton
@@ -40,6 +41,9 @@ def test_of_whole_words(seed: int) -> None:
     offsets[-1] = BUFFER.numel() - sizes[-1]
     expected = crc32c_ranges_reference(BUFFER, offsets, sizes, seed)
     assert torch.equal(crc32c_triton(BUFFER, offsets, sizes, seed), expected)
+    assert crc32c_triton(BUFFER, offsets[:0], sizes[:0], seed).shape == (0,)
+    with pytest.raises(InvalidInputError, match="outside the buffer"):
+        crc32c_triton(BUFFER, offsets, sizes + BUFFER.numel(), seed)
 
 
 @pytest.mark.parametrize("align_bytes", [1, 4])

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from espnx.errors import InvalidInputError
 from espnx.ops import maxsim_reference, token_format
 from espnx.ops.maxsim import cuda
 from tests.ops.records import Records, integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved
+from tests.sweeps import some
 
 pytestmark = pytest.mark.usefixtures("launch")
 FORMATS = ("fp16", "bf16", "fp32", "int8", "bit1", "residual1", "residual2", "residual4")
@@ -46,6 +48,50 @@ def test_within_the_derived_bound(fmt: str, is_aligned: bool, n_query_tokens: in
     align_bytes = 16 if is_aligned else element_bytes(fmt)
     records = scatter([normals(n, d, seed=n) for n in COUNTS], fmt, align_bytes=align_bytes)
     check(normals(n_query_tokens, d, seed=99), records)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])  # that hold small integers exactly
+@pytest.mark.parametrize(
+    ("n_query_tokens", "d"), [(5, 24), *some([(3, 384), (37, 96), (70, 128)], 3)]
+)
+def test_bit_for_bit_where_fp32_is_exact(fmt: str, n_query_tokens: int, d: int) -> None:
+    """Rows of one piece, and of several."""
+    records = scatter([integers(n, d, seed=n) for n in COUNTS], fmt, align_bytes=16)
+    query = integers(n_query_tokens, d, seed=99)
+    assert torch.equal(run(query, records), maxsim_reference(query, *records.args))
+
+
+def test_a_query_that_fp16_would_round_away_is_kept() -> None:
+    """Values of 22 bits, of very different size from token to token, against rows of ones and
+    zeros: the split loses nothing."""
+    scales = torch.tensor([1.0, 2.0**-30, 2.0**40, 2.0**-100])
+    query = torch.zeros(4, 24)
+    query[:, 0] = (1 + 2.0**-11 + 2.0**-21) * scales
+    query[:, 1] = 2.0**-13 * scales
+    document = torch.zeros(17, 24)
+    document[0, :2] = 1.0
+    records = scatter([document], align_bytes=16)
+    for token in query.split(1):
+        assert torch.equal(run(token, records), maxsim_reference(token, *records.args))
+
+
+def test_batches_empties_and_no_query_tokens() -> None:
+    records = scatter([integers(count, 24, seed=count) for count in (3, 0, 40)], align_bytes=16)
+    for shape in ((3, 5, 24), (2, 0, 24), (0, 24), (0, 4, 24)):
+        queries = integers(*shape, seed=1)
+        assert torch.equal(run(queries, records), maxsim_reference(queries, *records.args))
+    nothing = records.n_tokens[:0]
+    none = Records(records.buffer, nothing, nothing, "fp16")
+    assert run(integers(2, 5, 24), none).shape == (2, 0)
+
+
+def test_addresses_that_a_gpu_cannot_load_from_are_refused() -> None:
+    records = scatter([integers(3, 8)], align_bytes=16)
+    buffer = torch.cat([records.buffer, records.buffer[:1]])
+    odd = Records(buffer, records.offset_bytes + 1, records.n_tokens, "fp16")
+    with pytest.raises(InvalidInputError, match="multiples of 2 bytes"):
+        run(integers(1, 8), odd)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

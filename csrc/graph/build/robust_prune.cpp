@@ -13,7 +13,7 @@ namespace {
 
 constexpr float kAlphaStep = 1.2f;
 constexpr float kChosen = std::numeric_limits<float>::infinity();
-constexpr int64_t kGrain = 16;  // nodes that a thread takes at a time
+constexpr int64_t kPruneGrain = 16;  // nodes that a thread takes at a time
 
 // What a thread of prune_all has.
 struct Pruner {
@@ -97,7 +97,7 @@ void prune_all(const VectorTable& targets, const int64_t* candidates, int64_t wi
       for (size_t j = 0; j < chosen.size(); ++j) out[j] = chosen[j].node;
     }
   };
-  parallel_for(targets.n, kGrain, threads, [&](int thread, int64_t begin, int64_t end) {
+  parallel_for(targets.n, kPruneGrain, threads, [&](int thread, int64_t begin, int64_t end) {
     try {
       prune(thread, begin, end);
     } catch (...) {  // no memory

@@ -18,7 +18,7 @@ namespace {
 
 constexpr double kSlack = 1.3;  // DiskANN's
 constexpr auto kProgressEvery = std::chrono::milliseconds(100);
-constexpr int64_t kGrain = 64;  // nodes that a thread takes at a time
+constexpr int64_t kBuildGrain = 64;  // nodes that a thread takes at a time
 
 }  // namespace
 
@@ -213,7 +213,7 @@ bool Vamana::build(const std::function<bool(int64_t, int64_t)>& progress) {
   auto shown = std::chrono::steady_clock::now();
   for (int pass = 0; pass <= options_.passes && !ends; ++pass) {
     const float alpha = pass + 1 < options_.passes ? 1.0f : options_.alpha;
-    parallel_for(n, kGrain, options_.threads, [&](int thread, int64_t begin, int64_t end) {
+    parallel_for(n, kBuildGrain, options_.threads, [&](int thread, int64_t begin, int64_t end) {
       if (ends) return;
       auto& own = scratch[thread];
       if (!own) own = std::make_unique<Scratch>(vectors_);

@@ -148,16 +148,7 @@ class Index(OpenIndex):
 
     def __reduce__(self) -> tuple[object, ...]:
         self._check_open()
-        for name, value in self._given.items():
-            if not isinstance(value, (str, int, os.PathLike, torch.device, DeviceCost, type(None))):
-                fix = "name it instead, or open the index in each process: espnx.open(path)"
-                raise errors.InvalidInputError(
-                    f"a pickled index; its {name}",
-                    got=type(value).__name__,
-                    expected="a name or a path",
-                    fix=fix,
-                )
-        return _reopened, (os.path.abspath(self._path), self._given)
+        return _reopened, (os.path.abspath(self._path), _picklable(self._given))
 
     @overload
     def search(
@@ -341,6 +332,19 @@ class Index(OpenIndex):
         )
         ids = {query: [hit.id for hit in result] for query, result in results.items()}
         return evaluate(ids, qrels, metrics)
+
+
+def _picklable(given: dict[str, Any]) -> dict[str, Any]:
+    """The same options, of which each can be had in another process."""
+    for name, value in given.items():
+        if not isinstance(value, (str, int, os.PathLike, torch.device, DeviceCost, type(None))):
+            raise errors.InvalidInputError(
+                f"a pickled index; its {name}",
+                got=type(value).__name__,
+                expected="a name or a path",
+                fix="name it instead, or open the index in each process: espnx.open(path)",
+            )
+    return given
 
 
 def _reopened(path: str, given: dict[str, Any]) -> Index:
