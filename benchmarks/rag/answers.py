@@ -27,6 +27,7 @@ from ..harness.result import Row
 from ..kv.fleet import folder_in
 from ..kv_quality.recall import HeldOut
 from ..report.render import source_root
+from .copied import copied_from
 from .intervals import mean_interval, share_interval
 from .memory import BlocksInMemory
 from .options import Opened, Options
@@ -38,6 +39,8 @@ _SLICE_TOKENS = 60
 _FIRST_STAGE = "bm25"
 #: Exact answers from SSD may differ from memory's by a point.
 _POINTS = 0.01
+#: Of `Counted`.
+_SHARES = ("named", "named_exact", "from_one", "named_origin", "elsewhere", "named_elsewhere")
 #: As the demo's model was trained to recall a line (docs/demo-model.md).
 WORDING = Wording(instructions="", sources="", question="\n\nGET", answer=":")
 LINE = PlantedLine("KEY {name}: {value}", " {name}", " {value}")
@@ -60,6 +63,11 @@ class Counted:
         texts: the answers. exact: they begin with the line's value. retrieved: its passage stood
             in the prompt. named: of those that did beside others, whether it got more attention
             than any of them; none without attention. named_exact: the same of exact answers.
+        from_one: of answers from several passages, where attention is known: their words come from
+            one of these alone (`copied_from`). named_origin: of those that do, that one got more
+            attention than any other.
+        elsewhere: of those in `named`, their words come from another passage than the line's.
+            named_elsewhere: of those that do, that other one got the most attention.
         sources: passages in each prompt.
         openable: all markers of the answer are numbers of its references, and each of these is a
             passage of the index whose text is still what the answer was made from.
@@ -71,6 +79,10 @@ class Counted:
     retrieved: list[bool] = field(default_factory=list)
     named: list[bool] = field(default_factory=list)
     named_exact: list[bool] = field(default_factory=list)
+    from_one: list[bool] = field(default_factory=list)
+    named_origin: list[bool] = field(default_factory=list)
+    elsewhere: list[bool] = field(default_factory=list)
+    named_elsewhere: list[bool] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     openable: list[bool] = field(default_factory=list)
     unknown: int = 0
@@ -235,10 +247,8 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     shares = {each.passage: each.attention for each in answer.references}
     to.retrieved.append(asked.passage in shares)
     to.sources.append(len(shares))
-    if asked.passage in shares and len(shares) > 1 and None not in shares.values():
-        to.named.append(max(shares, key=lambda each: shares[each] or 0.0) == asked.passage)
-        if to.exact[-1]:
-            to.named_exact.append(to.named[-1])
+    if len(shares) > 1 and None not in shares.values():
+        _note_attention(to, asked, answer)
     texts = index.get([each.passage for each in answer.references])
     to.openable.append(
         not parse(answer.text, len(answer.references)).unknown
@@ -252,6 +262,25 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     to.unknown += len(answer.unknown_references)
     to.computed += int((answer.reused or {}).get("computed", 0))
     to.bytes_read += int((answer.reused or {}).get("bytes", 0))
+
+
+def _note_attention(to: Counted, asked: Asked, answer: Answer) -> None:
+    """Whether the passage that got the most attention is the question's, and the answer's."""
+    references = answer.references
+    most = max(references, key=lambda each: each.attention or 0.0).passage
+    at = copied_from(answer.text, asked.name, [each.text for each in references])
+    origin = None if at is None else references[at].passage
+    to.from_one.append(origin is not None)
+    if origin is not None:
+        to.named_origin.append(most == origin)
+    if all(each.passage != asked.passage for each in references):
+        return
+    to.named.append(most == asked.passage)
+    if to.exact[-1]:
+        to.named_exact.append(to.named[-1])
+    to.elsewhere.append(origin not in (None, asked.passage))
+    if to.elsewhere[-1]:
+        to.named_elsewhere.append(most == origin)
 
 
 def _rows(
@@ -292,7 +321,9 @@ def _rows(
         metrics["same_as_in_memory"] = same / n
         correct = True
         if name == BLOCKS:
-            ways = {"named": found.named, "named_exact": found.named_exact, "named_fed": fed}
+            ways: dict[str, Sequence[bool]] = {"named_fed": fed} | {
+                key: getattr(found, key) for key in _SHARES
+            }
             for key, named in ways.items():
                 metrics[key] = sum(named) / max(len(named), 1)
                 low, high = share_interval(sum(named), len(named))
@@ -329,7 +360,8 @@ def _rows(
         )
         more = (
             f", right reference {metrics['named']:.1%}, of exact answers "
-            f"{metrics['named_exact']:.1%}, with the right answer fed {metrics['named_fed']:.1%}"
+            f"{metrics['named_exact']:.1%}, with the right answer fed {metrics['named_fed']:.1%}, "
+            f"the one with its words {metrics['named_origin']:.1%}"
             if "named" in metrics
             else ""
         )

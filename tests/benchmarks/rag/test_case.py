@@ -160,7 +160,7 @@ def test_answers(tmp_path: Path) -> None:
     assert ours.metrics["unknown_markers"] == 0
     full = rows[answers.FULL].metrics["exact"]
     assert ours.metrics["exact_below_full"] == pytest.approx(full - ours.metrics["exact"])
-    for name in ("named", "named_exact", "named_fed"):
+    for name in ("named_fed", *answers._SHARES):
         assert 0 <= ours.metrics[f"{name}_low"] <= ours.metrics[name] <= 1
 
 
@@ -205,6 +205,35 @@ def test_what_is_counted_of_an_answer(
         answers._note(found, Texts(), asked, Answer("x", "", (changed,), unknown_references=(3,)))
     assert found.openable[1:] == [False] * 3
     assert found.unknown == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "passage", "named", "elsewhere"),
+    [
+        ("silver", "a", [True], [False]),
+        ("stone", "b", [False], [False]),
+        ("silver", "b", [False], [True]),  # of another, which was looked at
+        ("stone", "a", [True], [True]),  # of another, which was not
+        ("lamp", "a", [True], [False]),  # of nobody
+        ("silver", "c", [], []),
+    ],
+)
+def test_whose_words_an_answer_has(
+    text: str, passage: str, named: list[bool], elsewhere: list[bool]
+) -> None:
+    """Passage a is looked at most. What is named is held against where the words come from, whether
+    or not the line's passage was found."""
+    references = tuple(
+        Reference(i + 1, name, name, 0, 4, 1.0, words, False, "", attention=share)
+        for i, (name, words, share) in enumerate((("a", "silver", 0.5), ("b", "a stone", 0.1)))
+    )
+    found = answers.Counted()
+    asked = answers.Asked(" x", "one two three", passage)
+    answers._note(found, Texts(), asked, Answer("x", text, references))
+    assert (found.named, found.elsewhere) == (named, elsewhere)
+    assert found.from_one == [text != "lamp"]
+    assert found.named_origin == ([] if text == "lamp" else [text == "silver"])
+    assert found.named_elsewhere == ([text == "silver"] if elsewhere == [True] else [])
 
 
 def test_blocks_in_memory_are_those_of_a_masked_pass() -> None:
