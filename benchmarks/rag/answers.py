@@ -15,6 +15,7 @@ import numpy as np
 
 import espnx
 from espnx.errors import InvalidInputError
+from espnx.integrations.transformers.passages.cache import PassageCache
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.rag.answer import Answer
 from espnx.rag.calibration import AttentionHeads, KnownSource, PlantedLine
@@ -40,7 +41,16 @@ _FIRST_STAGE = "bm25"
 #: Exact answers from SSD may differ from memory's by a point.
 _POINTS = 0.01
 #: Of `Counted`.
-_SHARES = ("named", "named_exact", "from_one", "named_origin", "elsewhere", "named_elsewhere")
+_SHARES = (
+    "named",
+    "named_exact",
+    "named_first",
+    "from_one",
+    "named_origin",
+    "origin_first",
+    "elsewhere",
+    "named_elsewhere",
+)
 #: As the demo's model was trained to recall a line (docs/demo-model.md).
 WORDING = Wording(instructions="", sources="", question="\n\nGET", answer=":")
 LINE = PlantedLine("KEY {name}: {value}", " {name}", " {value}")
@@ -66,6 +76,8 @@ class Counted:
         from_one: of answers from several passages, where attention is known: their words come from
             one of these alone (`copied_from`). named_origin: of those that do, that one got more
             attention than any other.
+        named_first, origin_first: `named` and `named_origin`, by the attention of the answer's
+            first token alone.
         elsewhere: of those in `named`, their words come from another passage than the line's.
             named_elsewhere: of those that do, that other one got the most attention.
         sources: passages in each prompt.
@@ -81,6 +93,8 @@ class Counted:
     named_exact: list[bool] = field(default_factory=list)
     from_one: list[bool] = field(default_factory=list)
     named_origin: list[bool] = field(default_factory=list)
+    named_first: list[bool] = field(default_factory=list)
+    origin_first: list[bool] = field(default_factory=list)
     elsewhere: list[bool] = field(default_factory=list)
     named_elsewhere: list[bool] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
@@ -129,7 +143,7 @@ def _measure(
         full = enter(espnx.Rag(index, model, tokenizer, **words))
         before = _open_files()
         prefix = list(full.frame_ids)
-        kv = enter(PassageKV(model, storage, prefix=prefix, tokenizer=tokenizer))
+        kv = enter(_Kept(model, storage, prefix=prefix, tokenizer=tokenizer))
         counter = IdCounter(tokenizer)
         for number, (_, text) in enumerate(documents):
             kv.add(counter.data(quoted(text)).cut(PASSAGE_TOKENS).ids)
@@ -154,7 +168,9 @@ def _measure(
         found = {name: Counted() for name in rags}
         for number, each in enumerate(asked, 1):
             for name, rag in rags.items():
-                _note(found[name], index, each, rag.ask(each.name, k=K, search=_SEARCH))
+                answer = rag.ask(each.name, k=K, search=_SEARCH)
+                first = kv.first_token(answer) if name == BLOCKS else None
+                _note(found[name], index, each, answer, first)
             if number % 50 == 0:
                 say(f"    {number} of {len(asked)} questions")
         known = [KnownSource(each.name, each.passage, f" {each.value}") for each in asked]
@@ -241,14 +257,40 @@ def _docstrings() -> Iterator[tuple[str, str]]:
         yield str(document.get("_id", document.get("id"))), document["text"]
 
 
-def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
+class _Kept(PassageKV):
+    """Knows the last cache that was composed, whose attention outlives it."""
+
+    _last: PassageCache
+
+    def compose(self, passages: Any, **options: Any) -> PassageCache:
+        self._last = super().compose(passages, **options)
+        return self._last
+
+    def first_token(self, answer: Answer) -> list[float]:
+        """The share of attention that each reference got from the answer's first token, by the
+        heads that `Reference.attention` is of; none without references."""
+        if not answer.references:
+            return []
+        cache = self._last
+        begin = answer.prompt_tokens - cache.composed_tokens - 1  # it comes of the prompt's last
+        if answer.attention_heads:
+            mass = cache.head_mass(begin, begin + 1)[0].mean(dim=(0, 1))
+        else:
+            mass = cache.passage_mass(begin, begin + 1)[0].mean(dim=0)
+        return [float(each) for each in mass[1::2]]  # labels are passages, too
+
+
+def _note(
+    to: Counted, index: Any, asked: Asked, answer: Answer, first: Sequence[float] | None = None
+) -> None:
+    """`first`: see `_Kept.first_token`; None: not known."""
     to.texts.append(answer.text)
     to.exact.append(answer.text.split()[: len(asked.value.split())] == asked.value.split())
     shares = {each.passage: each.attention for each in answer.references}
     to.retrieved.append(asked.passage in shares)
     to.sources.append(len(shares))
     if len(shares) > 1 and None not in shares.values():
-        _note_attention(to, asked, answer)
+        _note_attention(to, asked, answer, first or [0.0] * len(shares))
     texts = index.get([each.passage for each in answer.references])
     to.openable.append(
         not parse(answer.text, len(answer.references)).unknown
@@ -264,18 +306,21 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     to.bytes_read += int((answer.reused or {}).get("bytes", 0))
 
 
-def _note_attention(to: Counted, asked: Asked, answer: Answer) -> None:
+def _note_attention(to: Counted, asked: Asked, answer: Answer, first: Sequence[float]) -> None:
     """Whether the passage that got the most attention is the question's, and the answer's."""
     references = answer.references
     most = max(references, key=lambda each: each.attention or 0.0).passage
+    most_first = references[max(range(len(first)), key=lambda at: first[at])].passage
     at = copied_from(answer.text, asked.name, [each.text for each in references])
     origin = None if at is None else references[at].passage
     to.from_one.append(origin is not None)
     if origin is not None:
         to.named_origin.append(most == origin)
+        to.origin_first.append(most_first == origin)
     if all(each.passage != asked.passage for each in references):
         return
     to.named.append(most == asked.passage)
+    to.named_first.append(most_first == asked.passage)
     if to.exact[-1]:
         to.named_exact.append(to.named[-1])
     to.elsewhere.append(origin not in (None, asked.passage))

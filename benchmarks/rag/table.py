@@ -119,6 +119,8 @@ _ANSWERS: Columns = (
     ("of exact answers", _share("named_exact")),
     ("passage of its words (95 %)", _share("named_origin")),
     ("right answer fed", _share("named_fed")),
+    ("right reference, first token", _share("named_first")),
+    ("passage of its words, first token", _share("origin_first")),
     ("words of one passage", _share("from_one")),
     ("words of a wrong one", _share("elsewhere")),
     ("wrong one named", _share("named_elsewhere")),

@@ -229,11 +229,46 @@ def test_whose_words_an_answer_has(
     )
     found = answers.Counted()
     asked = answers.Asked(" x", "one two three", passage)
-    answers._note(found, Texts(), asked, Answer("x", text, references))
+    answers._note(found, Texts(), asked, Answer("x", text, references), [0.1, 0.2])
     assert (found.named, found.elsewhere) == (named, elsewhere)
+    assert found.named_first == [passage == "b"] * len(named)
+    assert found.origin_first == ([] if text == "lamp" else [text == "stone"])
     assert found.from_one == [text != "lamp"]
     assert found.named_origin == ([] if text == "lamp" else [text == "silver"])
     assert found.named_elsewhere == ([text == "silver"] if elsewhere == [True] else [])
+
+
+def test_attention_of_the_first_token(tmp_path: Path) -> None:
+    """That of an answer of one token, however long it is; the mean of all heads, or of some."""
+    pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import espnx
+    from tests.retrieval.common import build, toy_encoder
+
+    path = espnx.demo_model()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    texts = [(f"d{i}", f"red green {i}\nKEY red: blue {i}") for i in range(4)]
+    build(tmp_path / "store", texts, encoder=toy_encoder(), dims=None, nlist=1)
+    with espnx.open(tmp_path / "store", toy_encoder()) as index:
+        with espnx.Rag(index, model, tokenizer, wording=answers.WORDING, max_new_tokens=1) as rag:
+            prefix = list(rag.frame_ids)
+        with answers._Kept(model, tmp_path / "kv", prefix=prefix) as kv:
+            for heads in ("mean", [(3, 6), (6, 3)]):
+                found = []
+                for tokens in (1, 5):
+                    options: Any = {"max_new_tokens": tokens, "attention_heads": heads, "kv": kv}
+                    with espnx.Rag(
+                        index, model, tokenizer, wording=answers.WORDING, **options
+                    ) as rag:
+                        answer = rag.ask(" red", k=3)
+                        shares = [each.attention for each in answer.references]
+                        found.append((kv.first_token(answer), shares))
+                        assert kv.first_token(rag.ask("red", k=0)) == []
+                assert found[0][0] == pytest.approx(found[0][1], abs=1e-6)
+                assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
+                assert found[1][1] != pytest.approx(found[0][1], abs=1e-3)
 
 
 def test_blocks_in_memory_are_those_of_a_masked_pass() -> None:
