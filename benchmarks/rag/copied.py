@@ -1,5 +1,5 @@
 """Which passage an answer's words come from, told by the words alone: what attention is held
-against where an answer is wrong, too."""
+against where an answer is wrong, too. A file of its own: it knows nothing of attention."""
 
 from __future__ import annotations
 
