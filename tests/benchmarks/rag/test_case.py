@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra [mo
 from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.kv.resume import text_tokens
 from espnx.benchmarks.rag import answers, case, items, options, quality
-from espnx.benchmarks.rag.intervals import mean_interval, share_interval
+from espnx.benchmarks.rag.intervals import mean_interval, share_interval, student
 from espnx.benchmarks.rag.memory import computed, joined
 from espnx.cli.main import main
 from espnx.errors import InvalidInputError
@@ -287,8 +287,19 @@ def test_intervals() -> None:
     assert share_interval(0, 0) == (0.0, 1.0)
     assert share_interval(10, 10)[1] == 1.0
     assert share_interval(0, 200)[0] == 0.0
-    assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((0.86841, 3.13159), abs=1e-4)
+    # 4.3027 standard errors of 0.57735
+    assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((-0.4841, 4.4841), abs=1e-4)
     assert mean_interval(np.array([2.0])) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    # printed tables
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (39, 2.0227),
+     (199, 1.9720), (100_000, 1.9600)],
+)  # fmt: skip
+def test_standard_errors_of_few_values(degrees: int, expected: float) -> None:
+    assert student(degrees) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
