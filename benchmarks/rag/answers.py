@@ -15,6 +15,7 @@ import numpy as np
 
 import espnx
 from espnx.errors import InvalidInputError
+from espnx.integrations.transformers.passages.cache import PassageCache
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.rag.answer import Answer
 from espnx.rag.calibration import AttentionHeads, KnownSource, PlantedLine
@@ -27,6 +28,7 @@ from ..harness.result import Row
 from ..kv.fleet import folder_in
 from ..kv_quality.recall import HeldOut
 from ..report.render import source_root
+from .copied import copied_from
 from .intervals import mean_interval, share_interval
 from .memory import BlocksInMemory
 from .options import Opened, Options
@@ -38,6 +40,17 @@ _SLICE_TOKENS = 60
 _FIRST_STAGE = "bm25"
 #: Exact answers from SSD may differ from memory's by a point.
 _POINTS = 0.01
+#: Of `Counted`.
+_SHARES = (
+    "named",
+    "named_exact",
+    "named_first",
+    "from_one",
+    "named_origin",
+    "origin_first",
+    "elsewhere",
+    "named_elsewhere",
+)
 #: As the demo's model was trained to recall a line (docs/demo-model.md).
 WORDING = Wording(instructions="", sources="", question="\n\nGET", answer=":")
 LINE = PlantedLine("KEY {name}: {value}", " {name}", " {value}")
@@ -60,6 +73,13 @@ class Counted:
         texts: the answers. exact: they begin with the line's value. retrieved: its passage stood
             in the prompt. named: of those that did beside others, whether it got more attention
             than any of them; none without attention. named_exact: the same of exact answers.
+        from_one: of answers from several passages, where attention is known: their words come from
+            one of these alone (`copied_from`). named_origin: of those that do, that one got more
+            attention than any other.
+        named_first, origin_first: `named` and `named_origin`, by the attention of the answer's
+            first token alone.
+        elsewhere: of those in `named`, their words come from another passage than the line's.
+            named_elsewhere: of those that do, that other one got the most attention.
         sources: passages in each prompt.
         openable: all markers of the answer are numbers of its references, and each of these is a
             passage of the index whose text is still what the answer was made from.
@@ -71,6 +91,12 @@ class Counted:
     retrieved: list[bool] = field(default_factory=list)
     named: list[bool] = field(default_factory=list)
     named_exact: list[bool] = field(default_factory=list)
+    from_one: list[bool] = field(default_factory=list)
+    named_origin: list[bool] = field(default_factory=list)
+    named_first: list[bool] = field(default_factory=list)
+    origin_first: list[bool] = field(default_factory=list)
+    elsewhere: list[bool] = field(default_factory=list)
+    named_elsewhere: list[bool] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     openable: list[bool] = field(default_factory=list)
     unknown: int = 0
@@ -117,7 +143,7 @@ def _measure(
         full = enter(espnx.Rag(index, model, tokenizer, **words))
         before = _open_files()
         prefix = list(full.frame_ids)
-        kv = enter(PassageKV(model, storage, prefix=prefix, tokenizer=tokenizer))
+        kv = enter(_Kept(model, storage, prefix=prefix, tokenizer=tokenizer))
         counter = IdCounter(tokenizer)
         for number, (_, text) in enumerate(documents):
             kv.add(counter.data(quoted(text)).cut(PASSAGE_TOKENS).ids)
@@ -142,7 +168,9 @@ def _measure(
         found = {name: Counted() for name in rags}
         for number, each in enumerate(asked, 1):
             for name, rag in rags.items():
-                _note(found[name], index, each, rag.ask(each.name, k=K, search=_SEARCH))
+                answer = rag.ask(each.name, k=K, search=_SEARCH)
+                first = kv.first_token(answer) if name == BLOCKS else None
+                _note(found[name], index, each, answer, first)
             if number % 50 == 0:
                 say(f"    {number} of {len(asked)} questions")
         known = [KnownSource(each.name, each.passage, f" {each.value}") for each in asked]
@@ -229,16 +257,40 @@ def _docstrings() -> Iterator[tuple[str, str]]:
         yield str(document.get("_id", document.get("id"))), document["text"]
 
 
-def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
+class _Kept(PassageKV):
+    """Knows the last cache that was composed, whose attention outlives it."""
+
+    _last: PassageCache
+
+    def compose(self, passages: Any, **options: Any) -> PassageCache:
+        self._last = super().compose(passages, **options)
+        return self._last
+
+    def first_token(self, answer: Answer) -> list[float]:
+        """The share of attention that each reference got from the answer's first token, by the
+        heads that `Reference.attention` is of; none without references."""
+        if not answer.references:
+            return []
+        cache = self._last
+        begin = answer.prompt_tokens - cache.composed_tokens - 1  # it comes of the prompt's last
+        if answer.attention_heads:
+            mass = cache.head_mass(begin, begin + 1)[0].mean(dim=(0, 1))
+        else:
+            mass = cache.passage_mass(begin, begin + 1)[0].mean(dim=0)
+        return [float(each) for each in mass[1::2]]  # labels are passages, too
+
+
+def _note(
+    to: Counted, index: Any, asked: Asked, answer: Answer, first: Sequence[float] | None = None
+) -> None:
+    """`first`: see `_Kept.first_token`; None: not known."""
     to.texts.append(answer.text)
     to.exact.append(answer.text.split()[: len(asked.value.split())] == asked.value.split())
     shares = {each.passage: each.attention for each in answer.references}
     to.retrieved.append(asked.passage in shares)
     to.sources.append(len(shares))
-    if asked.passage in shares and len(shares) > 1 and None not in shares.values():
-        to.named.append(max(shares, key=lambda each: shares[each] or 0.0) == asked.passage)
-        if to.exact[-1]:
-            to.named_exact.append(to.named[-1])
+    if len(shares) > 1 and None not in shares.values():
+        _note_attention(to, asked, answer, first or [0.0] * len(shares))
     texts = index.get([each.passage for each in answer.references])
     to.openable.append(
         not parse(answer.text, len(answer.references)).unknown
@@ -252,6 +304,28 @@ def _note(to: Counted, index: Any, asked: Asked, answer: Answer) -> None:
     to.unknown += len(answer.unknown_references)
     to.computed += int((answer.reused or {}).get("computed", 0))
     to.bytes_read += int((answer.reused or {}).get("bytes", 0))
+
+
+def _note_attention(to: Counted, asked: Asked, answer: Answer, first: Sequence[float]) -> None:
+    """Whether the passage that got the most attention is the question's, and the answer's."""
+    references = answer.references
+    most = max(references, key=lambda each: each.attention or 0.0).passage
+    most_first = references[max(range(len(first)), key=lambda at: first[at])].passage
+    at = copied_from(answer.text, asked.name, [each.text for each in references])
+    origin = None if at is None else references[at].passage
+    to.from_one.append(origin is not None)
+    if origin is not None:
+        to.named_origin.append(most == origin)
+        to.origin_first.append(most_first == origin)
+    if all(each.passage != asked.passage for each in references):
+        return
+    to.named.append(most == asked.passage)
+    to.named_first.append(most_first == asked.passage)
+    if to.exact[-1]:
+        to.named_exact.append(to.named[-1])
+    to.elsewhere.append(origin not in (None, asked.passage))
+    if to.elsewhere[-1]:
+        to.named_elsewhere.append(most == origin)
 
 
 def _rows(
@@ -292,7 +366,9 @@ def _rows(
         metrics["same_as_in_memory"] = same / n
         correct = True
         if name == BLOCKS:
-            ways = {"named": found.named, "named_exact": found.named_exact, "named_fed": fed}
+            ways: dict[str, Sequence[bool]] = {"named_fed": fed} | {
+                key: getattr(found, key) for key in _SHARES
+            }
             for key, named in ways.items():
                 metrics[key] = sum(named) / max(len(named), 1)
                 low, high = share_interval(sum(named), len(named))
@@ -329,7 +405,8 @@ def _rows(
         )
         more = (
             f", right reference {metrics['named']:.1%}, of exact answers "
-            f"{metrics['named_exact']:.1%}, with the right answer fed {metrics['named_fed']:.1%}"
+            f"{metrics['named_exact']:.1%}, with the right answer fed {metrics['named_fed']:.1%}, "
+            f"the one with its words {metrics['named_origin']:.1%}"
             if "named" in metrics
             else ""
         )

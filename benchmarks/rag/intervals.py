@@ -22,8 +22,33 @@ def share_interval(hits: int, n: int) -> tuple[float, float]:
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Both ends for the mean of independent values, float [n], by their standard error; given
-    paired differences that is the paired interval. One value: itself."""
-    mean = float(values.mean())
-    half = _Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    """Both ends for the mean of independent values, float [n], by their standard error and
+    Student's distribution (1908), which holds for few; given paired differences that is the paired
+    interval. One value: itself."""
+    mean, n = float(values.mean()), len(values)
+    if n < 2:
+        return mean, mean
+    half = student(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
     return mean - half, mean + half
+
+
+def student(degrees: int) -> float:
+    """How many standard errors hold 95 % of Student's distribution, found by halving."""
+    low, high = _Z, 13.0  # of one degree it is 12.7
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < 0.95 else (low, middle)
+    return high
+
+
+def _within(t: float, degrees: int) -> float:
+    """The share of Student's distribution from -t to t, a sum of as many terms as half of its
+    degrees (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(degrees))
+    term = total = math.cos(angle) if degrees % 2 else 1.0
+    for at in range(2 + degrees % 2, degrees - 1, 2):
+        term *= (at - 1) / at * math.cos(angle) ** 2
+        total += term
+    if degrees % 2 == 0:
+        return math.sin(angle) * total
+    return 2 / math.pi * (angle + (math.sin(angle) * total if degrees > 1 else 0.0))

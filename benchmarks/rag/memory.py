@@ -38,15 +38,21 @@ def _rows_of(cache: Any, begin: int) -> Rows:
 
 
 def joined(
-    model: Any, parts: Sequence[Rows], *, has_prefix: bool, cache: DynamicCache | None = None
+    model: Any,
+    parts: Sequence[Rows],
+    *,
+    has_prefix: bool,
+    cache: DynamicCache | None = None,
+    rotated: bool = True,
 ) -> DynamicCache:
     """A cache of texts in the order of the prompt, those behind the prefix with their keys rotated
-    to their place. `cache`: an empty one, to be filled."""
+    to their place, or as they are. `cache`: an empty one, to be filled."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     base = parts[0][0][0].shape[2] if has_prefix else 0
     offsets, begin = list[int](), 0
     for number, part in enumerate(parts):
-        offsets.append(0 if has_prefix and number == 0 else begin - base)
+        is_prefix = has_prefix and number == 0
+        offsets.append(begin - base if rotated and not is_prefix else 0)
         begin += part[0][0].shape[2]
     for layer in range(len(parts[0])):
         keys = [

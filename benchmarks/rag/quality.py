@@ -18,8 +18,10 @@ from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..kv.fleet import folder_in
+from .compared import at_random, composite, partly_anew
 from .intervals import mean_interval, share_interval
 from .items import PASSAGE_TOKENS, PASSAGES, Item, Items
+from .memory import computed
 from .options import Opened, Options
 
 FULL = "full"
@@ -34,6 +36,10 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "blend-0.15": {"blend": 0.15},
     "blend-0.3": {"blend": 0.3},
 }
+#: What `blend` and rotation are held against, in memory: as many tokens as those of blend-0.15,
+#: drawn at random; and no rotation.
+RANDOM, COMPOSITE, _RANDOM_SHARE = "random-0.15", "composite", 0.15
+SYSTEMS = (*WAYS, RANDOM, COMPOSITE)
 #: Tokens to draw from, where a model has no held-out text.
 _TEXT, _QUICK_TEXT = 120_000, 4_000
 #: Rows that are kept at most: no item asks for those of another.
@@ -100,15 +106,18 @@ def _judge(
     ):
         # the same behind a prefix and without one
         ways = {name: words for name, words in WAYS.items() if has_prefix or name not in _LOSSLESS}
-        found = {name: Judged() for name in ways}
+        found = {name: Judged() for name in (*ways, RANDOM, COMPOSITE)}
         for number, item in enumerate(items, 1):
-            whole: torch.Tensor | None = None
+            rng = np.random.default_rng([options.seed, 3, number])
+            whole, _ = _logits(opened.model, kv, prefix, item, None)
+            _note(found[FULL], whole, whole, item.answer)
             for name, words in ways.items():
-                logits, anew = _logits(
-                    opened.model, kv, prefix, item, None if name == FULL else words
-                )
-                found[name].anew += anew
-                whole = logits if whole is None else whole
+                if name != FULL:
+                    logits, found_anew = _logits(opened.model, kv, prefix, item, words)
+                    found[name].anew.append(found_anew)
+                    _note(found[name], logits, whole, item.answer)
+            for name, logits, found_anew in _compared(opened.model, prefix, item, rng):
+                found[name].anew.append(found_anew)
                 _note(found[name], logits, whole, item.answer)
             if number % _SAID == 0:
                 say(f"    {number} of {len(items)}")
@@ -118,7 +127,7 @@ def _judge(
 @torch.inference_mode()
 def _logits(
     model: Any, kv: PassageKV, prefix: torch.Tensor, item: Item, words: Mapping[str, Any] | None
-) -> tuple[torch.Tensor, list[float]]:
+) -> tuple[torch.Tensor, float]:
     """(float64 [answer, vocabulary]: log-probabilities of each token of the answer, the ones before
     it being there; the share of the passages' tokens that were computed anew, of what is composed).
     `words`: of `compose`; None: full attention."""
@@ -131,8 +140,23 @@ def _logits(
             use_cache=True,
             logits_to_keep=n,
         ).logits[0]
-        anew = [] if words is None else [cache.reused["repaired"] / sum(cache.passages)]
+        anew = 0.0 if words is None else cache.reused["repaired"] / sum(cache.passages)
     return torch.as_tensor(logits.double().log_softmax(dim=-1)), anew
+
+
+@torch.inference_mode()
+def _compared(
+    model: Any, prefix: torch.Tensor, item: Item, rng: np.random.Generator
+) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """(way, and the same of it) of those that are computed in memory."""
+    tail, n = torch.cat([item.asked, item.answer[:-1]]), len(item.answer)
+    texts, parts = [prefix, *item.passages], computed(model, prefix, item.passages)
+    chosen = at_random([len(each) for each in texts], _RANDOM_SHARE, rng)
+    logits = partly_anew(model, texts, parts, chosen, tail, n)
+    anew = float(chosen.sum()) / sum(map(len, item.passages))
+    yield RANDOM, logits.double().log_softmax(dim=-1), anew
+    logits = composite(model, prefix, parts, tail, n)
+    yield COMPOSITE, logits.double().log_softmax(dim=-1), 0.0
 
 
 @contextlib.contextmanager
@@ -171,7 +195,7 @@ def _row(params: Mapping[str, Any], name: str, all_found: Mapping[str, Judged]) 
     correct = all(np.isfinite(list(metrics.values())))
     if name in _LOSSLESS:
         correct = correct and float(np.abs(more).max()) <= _NLL_ROUNDING
-    path = "memory" if name == FULL else "auto"
+    path = "memory" if name in (FULL, RANDOM, COMPOSITE) else "auto"
     return Row(
         case="rag",
         params=params,

@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers", reason="tokenizers is not installed (extra [mo
 from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.kv.resume import text_tokens
 from espnx.benchmarks.rag import answers, case, items, options, quality
-from espnx.benchmarks.rag.intervals import mean_interval, share_interval
+from espnx.benchmarks.rag.intervals import mean_interval, share_interval, student
 from espnx.benchmarks.rag.memory import computed, joined
 from espnx.cli.main import main
 from espnx.errors import InvalidInputError
@@ -126,7 +126,7 @@ def test_quality(folder: Path, tmp_path: Path) -> None:
     """Prefix mode loses nothing; blocks differ."""
     rows = bench(tmp_path, folder, "--show", "quality")
     found = {(row.params["task"], row.params["prefix_tokens"], row.system): row for row in rows}
-    assert {key[2] for key in found} == set(quality.WAYS)
+    assert {key[2] for key in found} == set(quality.SYSTEMS)
     assert ("facts", 0, "prefix") not in found
     for (task, prefix, name), row in found.items():
         assert row.correct, (task, prefix, name)
@@ -138,7 +138,11 @@ def test_quality(folder: Path, tmp_path: Path) -> None:
             assert row.metrics["anew"] == int(name[7:]) * 5 / (6 * 128)
         if name.startswith("blend"):
             assert row.metrics["anew"] == pytest.approx(float(name[6:]), abs=1 / (6 * 128))
-        if name == "blocks":
+        if name == quality.RANDOM:  # as many as the deviation chooses
+            like = found[task, prefix, "blend-0.15"]
+            assert row.metrics["anew"] == like.metrics["anew"]
+            assert row.effective_path == "memory"
+        if name in ("blocks", quality.COMPOSITE):
             assert row.metrics["anew"] == 0
             assert row.metrics["kl"] > 1e-6
             assert row.metrics["kl_low"] <= row.metrics["kl"] <= row.metrics["kl_high"]
@@ -158,7 +162,7 @@ def test_answers(tmp_path: Path) -> None:
     assert ours.metrics["unknown_markers"] == 0
     full = rows[answers.FULL].metrics["exact"]
     assert ours.metrics["exact_below_full"] == pytest.approx(full - ours.metrics["exact"])
-    for name in ("named", "named_exact", "named_fed"):
+    for name in ("named_fed", *answers._SHARES):
         assert 0 <= ours.metrics[f"{name}_low"] <= ours.metrics[name] <= 1
 
 
@@ -205,6 +209,70 @@ def test_what_is_counted_of_an_answer(
     assert found.unknown == 3
 
 
+@pytest.mark.parametrize(
+    ("text", "passage", "named", "elsewhere"),
+    [
+        ("silver", "a", [True], [False]),
+        ("stone", "b", [False], [False]),
+        ("silver", "b", [False], [True]),  # of another, which was looked at
+        ("stone", "a", [True], [True]),  # of another, which was not
+        ("lamp", "a", [True], [False]),  # of nobody
+        ("silver", "c", [], []),
+    ],
+)
+def test_whose_words_an_answer_has(
+    text: str, passage: str, named: list[bool], elsewhere: list[bool]
+) -> None:
+    """Passage a is looked at most. What is named is held against where the words come from, whether
+    or not the line's passage was found."""
+    references = tuple(
+        Reference(i + 1, name, name, 0, 4, 1.0, words, False, "", attention=share)
+        for i, (name, words, share) in enumerate((("a", "silver", 0.5), ("b", "a stone", 0.1)))
+    )
+    found = answers.Counted()
+    asked = answers.Asked(" x", "one two three", passage)
+    answers._note(found, Texts(), asked, Answer("x", text, references), [0.1, 0.2])
+    assert (found.named, found.elsewhere) == (named, elsewhere)
+    assert found.named_first == [passage == "b"] * len(named)
+    assert found.origin_first == ([] if text == "lamp" else [text == "stone"])
+    assert found.from_one == [text != "lamp"]
+    assert found.named_origin == ([] if text == "lamp" else [text == "silver"])
+    assert found.named_elsewhere == ([text == "silver"] if elsewhere == [True] else [])
+
+
+def test_attention_of_the_first_token(tmp_path: Path) -> None:
+    """That of an answer of one token, however long it is; the mean of all heads, or of some."""
+    pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import espnx
+    from tests.retrieval.common import build, toy_encoder
+
+    path = espnx.demo_model()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    texts = [(f"d{i}", f"red green {i}\nKEY red: blue {i}") for i in range(4)]
+    build(tmp_path / "store", texts, encoder=toy_encoder(), dims=None, nlist=1)
+    with espnx.open(tmp_path / "store", toy_encoder()) as index:
+        with espnx.Rag(index, model, tokenizer, wording=answers.WORDING, max_new_tokens=1) as rag:
+            prefix = list(rag.frame_ids)
+        with answers._Kept(model, tmp_path / "kv", prefix=prefix) as kv:
+            for heads in ("mean", [(3, 6), (6, 3)]):
+                found = []
+                for tokens in (1, 5):
+                    options: Any = {"max_new_tokens": tokens, "attention_heads": heads, "kv": kv}
+                    with espnx.Rag(
+                        index, model, tokenizer, wording=answers.WORDING, **options
+                    ) as rag:
+                        answer = rag.ask(" red", k=3)
+                        shares = [each.attention for each in answer.references]
+                        found.append((kv.first_token(answer), shares))
+                        assert kv.first_token(rag.ask("red", k=0)) == []
+                assert found[0][0] == pytest.approx(found[0][1], abs=1e-6)
+                assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
+                assert found[1][1] != pytest.approx(found[0][1], abs=1e-3)
+
+
 def test_blocks_in_memory_are_those_of_a_masked_pass() -> None:
     """Another reference, with one pass for all passages, gives the same rows."""
     model, prefix = make("llama").eval(), words(5, 0)
@@ -221,8 +289,19 @@ def test_intervals() -> None:
     assert share_interval(0, 0) == (0.0, 1.0)
     assert share_interval(10, 10)[1] == 1.0
     assert share_interval(0, 200)[0] == 0.0
-    assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((0.86841, 3.13159), abs=1e-4)
+    # 4.3027 standard errors of 0.57735
+    assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((-0.4841, 4.4841), abs=1e-4)
     assert mean_interval(np.array([2.0])) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    # printed tables
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (39, 2.0227),
+     (199, 1.9720), (100_000, 1.9600)],
+)  # fmt: skip
+def test_standard_errors_of_few_values(degrees: int, expected: float) -> None:
+    assert student(degrees) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
