@@ -25,6 +25,8 @@ _POLL_S = 0.0005
 _YOUNG_POLL_S, _YOUNG_S = 0.0001, 0.002
 _PAUSE_S = 0.0005  # after a call that cuFile wants to be made later
 _QUARANTINE_POLL_S = 0.02
+# That the last calls of cuFile may take, beside what reads are granted: then one of them hangs.
+_LAST_CALLS_S = 2.0
 
 #: Memory and batches of reads that never completed: kept for the life of the process, because the
 #: device may still write to them.
@@ -106,12 +108,13 @@ class ReadLoop:
             )
 
     def close(self, grace_s: float) -> bool:
-        """Ends the thread. True if every read has come back."""
+        """Ends the thread. True if every read has come back. A call of cuFile that does not return
+        holds the thread, which is left behind then."""
         with self.lock:
             self.stopping, self._grace_s = True, grace_s
             self._wake()
-        self._thread.join()
-        return not self._active
+        self._thread.join(grace_s + _LAST_CALLS_S)
+        return not self._thread.is_alive() and not self._active
 
     def _last_look(self) -> float:
         """When the latest look at what has ended began; now, where there is nothing to look at."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from espnx import errors
 from espnx.ops import crc32c_ranges
 from espnx.storage import Plan
 from espnx.storage.gds import cufile as gds_driver
+from espnx.storage.gds import loop
 from espnx.storage.gds.loop import left_behind
 from espnx.storage.gds.piece import IDLE_RETRIES
 from tests.storage.gds.common import KIB, MakeEngine, items_of, make, stub_of, until, write_file
@@ -240,6 +243,42 @@ def test_deadline_of_a_large_read(make: MakeEngine, tmp_path: Path) -> None:
     assert items_of(again.wait(), again.position_bytes, [300_000]) == [data[10:300_010]]
     stub.release()
     until(lambda: engine.stats().quarantined_buffers == 0)
+
+
+def test_a_submission_that_does_not_return(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the engine's thread: reads end at their deadline all the same, and closing leaves
+    the thread, its memory and its files behind."""
+    path, _ = write_file(tmp_path, 100_000)
+    monkeypatch.setattr(loop, "_LAST_CALLS_S", 0.3)
+    armed, entered, released = threading.Event(), threading.Event(), threading.Event()
+
+    class Hanging(CuFileStub):
+        def batch_io_submit(self, number: int, count: int, pointer: int, flags: int) -> None:
+            if armed.is_set():
+                entered.set()
+                released.wait(60)
+            super().batch_io_submit(number, count, pointer, flags)
+
+    stub = Hanging()
+    engine = make(stub)
+    file = engine.open(path)
+    armed.set()  # opening reads the first bytes, too
+    future = engine.read(Plan.of(file, [0], [4096]), deadline_s=0.3)
+    assert entered.wait(10)
+    with pytest.raises(errors.DeadlineExceededError):
+        future.wait()
+    waiting = engine.read(Plan.of(file, [8192], [10]), deadline_s=0.2)
+    with pytest.raises(errors.DeadlineExceededError):
+        waiting.wait()
+    begun = time.monotonic()
+    engine.close(grace_s=0.1)
+    assert time.monotonic() - begun < 10
+    assert stub.count("driver_close") == stub.count("handle_deregister") == 0
+    released.set()
+    engine._loop._thread.join(10)
+    assert not engine._loop._thread.is_alive()
 
 
 def test_cancel_drops_what_waits_and_keeps_what_is_out(make: MakeEngine, tmp_path: Path) -> None:
