@@ -110,6 +110,9 @@ THIRD_PARTY = {
         "pyarrow",
         "pyvsag",
         "seismic",
+        "triton",
+        "flash_maxsim",
+        "late_interaction_kernels",
     },
     "kernels": {"triton"},
 }

@@ -1,5 +1,5 @@
 """What every variant takes of a multiprocessor, and how fast it can be at most: the table in
-tests/data/kernels.json, and the page that shows it.
+tests/data/kernels.json, and the page that shows it, beside what was measured.
 
 ``python -m tests.kernels.table`` compiles all of them and writes both; with words behind it, those
 in whose names one of them stands, and those that the table lacks. The others' rows stay.
@@ -21,8 +21,32 @@ from tests.ptx.nvcc import nvcc_release
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "data" / "kernels.json"
+MEASURED = ROOT / "benchmarks" / "results" / "kernels-h200.json"
 PAGE = ROOT / "docs" / "measured" / "kernels.md"
 BEGIN, END = "<!-- kernel-bounds -->\n", "<!-- /kernel-bounds -->"
+BESIDE, BESIDE_END = "<!-- kernel-measured -->\n", "<!-- /kernel-measured -->"
+#: Variants, and the rows of the result file that ran them: what every one of them says of itself.
+RAN: dict[str, dict[str, Any]] = {
+    **{
+        f"attention {fmt} d {d} {n} queries": {"part": "attention", "format": fmt, "d": d}
+        for fmt, n in (("fp16", 8), ("bf16", 8), ("int8", 8), ("fp32", 16))
+        for d in (64, 128)
+    },
+    **{
+        f"attention {fmt} d {d} X 16 queries": {"part": "x", "format": fmt, "d": d}
+        for fmt, d in (("fp16", 256), ("fp16", 576), ("bf16", 576))
+    },
+    **{
+        f"maxsim {fmt} d 128 by warps": {"part": "maxsim", "format": fmt, "d": 128}
+        for fmt in ("fp16", "bf16", "int8", "bit1")
+    },
+    **{
+        f"maxsim {fmt} d {d} 32 query tokens": {"part": "maxsim", "format": fmt, "d": d}
+        for fmt, d in (("fp16", 384), ("fp32", 128), ("residual2", 128))
+    },
+    "crc32c by warps": {"part": "crc32c", "system": "espnx"},
+    "crc32c of words": {"part": "crc32c", "system": "espnx-triton"},
+}
 COLUMNS = (
     "variant",
     "registers",
@@ -77,11 +101,52 @@ def rendered(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ran(variant: str) -> list[dict[str, Any]]:
+    """The rows of the result file for which `variant` ran: ours, in the order of the file."""
+    asked = {"system": "espnx", **RAN[variant]}
+    return [
+        row
+        for row in json.loads(MEASURED.read_text())["rows"]
+        if all({**row["params"], "system": row["system"]}.get(k) == v for k, v in asked.items())
+    ]
+
+
+def beside_measured(rows: list[dict[str, Any]]) -> str:
+    """Bounds beside what was measured, the slowest and the fastest row of each variant. The share:
+    of the bound or of the copy's rate, whichever is less."""
+    by_name = {row["variant"]: bounds(row) for row in rows if row["sm"] == 90}
+    columns = ("variant", "bound, TB/s", "copy, TB/s", "measured, TB/s", "share of the lesser")
+    lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    for variant in RAN:
+        metrics = [row["metrics"] for row in ran(variant)]
+        most, copied = by_name[variant].rate, metrics[0]["copy_bytes_per_s"]
+        rates = [each["bytes_per_s"] for each in metrics]
+        cells = (
+            variant,
+            f"{most / 1e12:.2f}",
+            f"{copied / 1e12:.2f}",
+            _range(1e-12 * min(rates), 1e-12 * max(rates)),
+            _range(min(rates) / min(most, copied), max(rates) / min(most, copied)),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _range(least: float, most: float) -> str:
+    ends = dict.fromkeys(f"{end:.2f}" for end in (least, most))
+    return " to ".join(ends)
+
+
 def page_with(text: str, rows: list[dict[str, Any]]) -> str:
-    """The page with the table in its place."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{rendered(rows)}\n{END}{after}"
+    """The page with the tables in their places."""
+    for begin, end, table in (
+        (BEGIN, END, rendered(rows)),
+        (BESIDE, BESIDE_END, beside_measured(rows)),
+    ):
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    return text
 
 
 def main(*words: str) -> None:

@@ -264,28 +264,3 @@ def test_rankings_are_judged_rightly() -> None:
     assert judge(0, expected, hits(("a", 9.0), ("b", 8.5), ("c", 8.0), ("d", 5.0)))
     assert judge(0, expected, expected[:3])
     assert judge(0, [], []) == []
-
-
-def test_the_page_shows_the_files() -> None:
-    """Rates, shares and times of the page about kernels, in the order of the files' rows."""
-    results = ROOT / "benchmarks" / "results"
-    now, before = (
-        [
-            row["metrics"]
-            for row in json.loads((results / f"gpu-check-h200{name}.json").read_text())["rows"]
-            if not row["case"].startswith("gpu-check/")
-        ]
-        for name in ("", "-before")
-    )
-    expected = [
-        [
-            f"{new['bytes_per_s'] / 1e12:.2f}",
-            *(f"{each['share_of_roofline']:.2f}" for each in (new, old)),
-            *(f"{1e3 * each['call_s']:.2f}" for each in (new, old)),
-        ]
-        for new, old in zip(now, before, strict=True)
-    ]
-    _, _, part = (ROOT / "docs/measured/kernels.md").read_text().partition("## On a GPU\n")
-    part = part.partition("<!-- bench:")[0]
-    rows = [line.split(" | ")[1:] for line in part.splitlines() if line.startswith("| ")][2:]
-    assert [[cell.rstrip(" |") for cell in row] for row in rows] == expected
