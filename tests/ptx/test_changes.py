@@ -183,6 +183,7 @@ UNNOTICED: dict[str, set[tuple[str, int]]] = {
     "attention fp16": {("barrier", 36)},
     "attention bf16": {("barrier", 33)},
     "attention int8": {("barrier", 48), ("barrier", 71), ("barrier", 93)},
+    "attention int8, blocks": {("barrier", 0)},
     "attention fp32": {("barrier", 32)},
 }
 
