@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def few(device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cal
 
     def few(warps: int, blocks: int) -> None:
         monkeypatch.setattr(by_warps, "WARPS", warps)
-        monkeypatch.setattr(by_warps, "_BLOCKS_MAX", blocks)
+        monkeypatch.setattr(by_warps, "_MULTIPROCESSORS", blocks)
 
     few(2, 1)
     return few
@@ -202,8 +203,17 @@ def test_a_launch_can_be_made_again() -> None:
     [launch] = seen
     for _ in range(2):
         scores.fill_(torch.nan)
-        launch()
+        launch.again()
         assert torch.equal(scores, expected)
+
+
+def test_blocks_are_as_many_as_the_device_has_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert by_warps.blocks_max(torch.device("cuda", 0)) == 78
+    assert by_warps.blocks_max(torch.device("cpu")) == 132
 
 
 class UsesTritonError(Exception):
