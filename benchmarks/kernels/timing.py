@@ -159,7 +159,7 @@ def bare_launches(call: Call, sets: int = SETS) -> Launches | None:
 
 
 def storages(values: Iterable[Any]) -> set[int]:
-    """Where the memory of tensors begins, of those among these values and in tuples of them."""
+    """Addresses at which the memory of tensors begins: those among these values, and in tuples."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
