@@ -207,6 +207,20 @@ def test_decoding_is_measured_in_blocks_of_caches() -> None:
         assert not is_turned(4, point.params["d"], point.params["d"], point.params["format"], rows)
 
 
+@pytest.mark.parametrize(("fmt", "group", "is_both"), [("fp32", 3, False), ("fp16", 5, True)])
+def test_plain_products_are_among_torchs_ways(fmt: str, group: int, is_both: bool) -> None:
+    shape = attention.Shape(fmt, 64, 1, group, is_both=is_both)
+    inputs = attention.Inputs(shape, SETTING)
+    k, v = (each[None] for each in inputs.stored(0, shape.peer_dtype))
+    rows = [(k, k if is_both else v)]
+    query = inputs.query.to(shape.peer_dtype)
+    calls = dict(attention._sdpa_calls(shape, query, rows, True))
+    for name in ("math", "math-packed", "products"):
+        found = calls[name](0)
+        assert inputs.check_peer(0, found) is None
+        assert inputs.check_peer(0, found * 1.05) is not None
+
+
 def test_choices_of_torch_compile_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, and none afterwards; where Triton's code lies stays."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/triton")
