@@ -337,8 +337,12 @@ def v_begins(
     IS_X: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
 ):
-    """Finds where the V rows of a block begin, and their scales."""
-    v_scale_begin = K_BEGIN + block_rows * D * ITEM_BYTES
+    """Finds where the V rows of a block begin, and their scales; in 64 bits where K rows of 2^20,
+    the most that a block has, are more than 32 bits count."""
+    if D * ITEM_BYTES >= 2048:
+        v_scale_begin = K_BEGIN + block_rows.to(tl.int64) * (D * ITEM_BYTES)
+    else:
+        v_scale_begin = K_BEGIN + block_rows * D * ITEM_BYTES
     v_begin = v_scale_begin
     if FORMAT == "int8":
         v_begin += 4 * block_rows

@@ -1,8 +1,9 @@
 """Decode attention over stored rows: K and V in every format, and rows that are both at once.
 
-An input set holds blocks of 256 rows of random values, one sequence, in order. Peers get the same
-values as contiguous K and V, in the rows' own dtype, and queries that this dtype holds; those of
-int8 rows get the values in fp16, which are twice the bytes.
+An input set holds blocks of random values, one sequence, in order: of 256 rows, and for some shapes
+of as many as caches store in a block, for which espnx has another kernel. Peers get the same values
+as contiguous K and V, in the rows' own dtype, and queries that this dtype holds; those of int8 rows
+get the values in fp16, which are twice the bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from espnx.device.row_layout import RowLayout
 from espnx.ops import attention
 from espnx.ops.attention import block_bytes
 from espnx.ops.attention.api import attention_inside
@@ -30,19 +32,21 @@ _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 
 
 @dataclass(frozen=True)
 class Shape:
     """Attributes: fmt, d: of rows. heads: of KV. group: query heads of each. is_both: rows are K
-    and V at once."""
+    and V at once. block_rows: of a block."""
 
     fmt: str
     d: int
     heads: int
     group: int
     is_both: bool = False
+    block_rows: int = BLOCK_ROWS
 
     @property
     def dv(self) -> int:
@@ -51,7 +55,7 @@ class Shape:
 
     @property
     def block_bytes(self) -> int:
-        return block_bytes(BLOCK_ROWS, self.d, self.dv, self.fmt)
+        return block_bytes(self.block_rows, self.d, self.dv, self.fmt)
 
     @property
     def peer_dtype(self) -> torch.dtype:
@@ -59,10 +63,10 @@ class Shape:
 
     def rows(self, setting: Setting) -> int:
         """How long a sequence is, in whole blocks."""
-        return max(setting.data_bytes // (self.heads * self.block_bytes), 1) * BLOCK_ROWS
+        return max(setting.data_bytes // (self.heads * self.block_bytes), 1) * self.block_rows
 
     def bytes(self, setting: Setting) -> int:
-        return self.rows(setting) // BLOCK_ROWS * self.heads * self.block_bytes
+        return self.rows(setting) // self.block_rows * self.heads * self.block_bytes
 
     def flops(self, setting: Setting) -> float:
         """Both products."""
@@ -70,13 +74,19 @@ class Shape:
 
 
 def points() -> list[Point]:
-    """Each format at each head dimension and group, then rows that are K and V at once."""
+    """Each format at each head dimension and group, 16-bit rows in a cache's own blocks, then rows
+    that are K and V at once."""
     found = [
         _point("attention", Shape(fmt, d, 32 if group == 1 else 8, group))
         for fmt in ("fp16", "bf16", "int8", "fp32")
         for d in (64, 128)
         for group in (1, 4, 8)
         if fmt != "fp32" or group != 8
+    ]
+    found += [
+        _point("attention", Shape(fmt, d, 8, 4, block_rows=RowLayout(fmt, d, d).block_rows))
+        for fmt in ("fp16", "bf16")
+        for d in (64, 128)
     ]
     both = [(256, 16), (576, 16), (1024, 16)]
     return found + [
@@ -89,10 +99,18 @@ def points() -> list[Point]:
 
 def _point(part: str, shape: Shape) -> Point:
     kind = "rows as K and V" if shape.is_both else "decode"
+    is_short = shape.block_rows != BLOCK_ROWS
+    blocks = f", blocks of {shape.block_rows}" if is_short else ""
     return Point(
         part,
-        f"{kind} {shape.fmt} d {shape.d}, {shape.heads} x {shape.group}",
-        {"format": shape.fmt, "d": shape.d, "heads": shape.heads, "group": shape.group},
+        f"{kind} {shape.fmt} d {shape.d}, {shape.heads} x {shape.group}{blocks}",
+        {
+            "format": shape.fmt,
+            "d": shape.d,
+            "heads": shape.heads,
+            "group": shape.group,
+            **({"block_rows": shape.block_rows} if is_short else {}),
+        },
         shape.flops,
         shape.fmt if shape.fmt in ("bf16", "fp32") else "fp16",
         lambda setting, peers: make(shape, setting),
@@ -122,7 +140,7 @@ class Inputs:
         # values that every dtype of a peer holds
         self.query = torch.randn(1, heads, 1, shape.d, **draw).to(shape.peer_dtype).float()
         self.scale = shape.d**-0.5
-        blocks = self.n // BLOCK_ROWS
+        blocks = self.n // shape.block_rows
         self.offsets = torch.arange(shape.heads * blocks).view(1, shape.heads, blocks)
         self.offsets *= shape.block_bytes
 
@@ -132,15 +150,15 @@ class Inputs:
 
     def stored(self, i: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V in their own dtype; int8's in `dtype`."""
-        shape, d = self.shape, self.shape.d
+        shape, d, block_rows = self.shape, self.shape.d, self.shape.block_rows
         stored = self.blocks[i].view(shape.heads, -1, shape.block_bytes)
         if shape.fmt != "int8":
             rows = stored.view(_DTYPES[shape.fmt]).view(shape.heads, stored.shape[1], -1, d)
-            k, v = rows[:, :, :BLOCK_ROWS], rows[:, :, -BLOCK_ROWS:]
+            k, v = rows[:, :, :block_rows], rows[:, :, -block_rows:]
         else:
-            sizes = (4 * d, BLOCK_ROWS * d, 4 * BLOCK_ROWS, BLOCK_ROWS * d)
+            sizes = (4 * d, block_rows * d, 4 * block_rows, block_rows * d)
             k_scale, k, v_scale, v = (part.contiguous() for part in stored.split(sizes, dim=-1))
-            shaped = (shape.heads, stored.shape[1], BLOCK_ROWS, d)
+            shaped = (shape.heads, stored.shape[1], block_rows, d)
             # products in fp64 are exact
             k = k.view(torch.int8).view(shaped).double() * k_scale.view(torch.float32)[:, :, None]
             v = v.view(torch.int8).view(shaped) * v_scale.view(torch.float32).double()[..., None]
@@ -182,14 +200,14 @@ class Inputs:
 
 
 def _random_blocks(shape: Shape, n: int, draw: dict[str, Any]) -> torch.Tensor:
-    count = shape.heads * (n // BLOCK_ROWS)
+    count = shape.heads * (n // shape.block_rows)
     if shape.fmt != "int8":
         dtype = _DTYPES[shape.fmt]
         values = torch.randn(count * shape.block_bytes // dtype.itemsize, dtype=dtype, **draw)
         return values.view(torch.uint8)
     blocks = torch.randint(0, 256, (count, shape.block_bytes), dtype=torch.uint8, **draw)
-    v_scales = 4 * shape.d + BLOCK_ROWS * shape.d
-    for begin, scales in ((0, shape.d), (v_scales, BLOCK_ROWS)):
+    v_scales = 4 * shape.d + shape.block_rows * shape.d
+    for begin, scales in ((0, shape.d), (v_scales, shape.block_rows)):
         drawn = torch.rand(count, scales, **draw) / 64
         blocks[:, begin : begin + 4 * scales] = drawn.view(torch.uint8)
     return blocks.view(-1)
@@ -201,7 +219,7 @@ def make(shape: Shape, setting: Setting) -> Systems:
     n_rows = torch.tensor([inputs.n])
     there = inputs.offsets.to(setting.device), n_rows.to(setting.device)
     scaled = inputs.query * inputs.scale
-    options: dict[str, Any] = {"block_rows": BLOCK_ROWS, "format": shape.fmt, "dv": shape.dv}
+    options: dict[str, Any] = {"block_rows": shape.block_rows, "format": shape.fmt, "dv": shape.dv}
 
     def whole(i: int) -> torch.Tensor:
         blocks = inputs.blocks[i]
@@ -267,7 +285,8 @@ def _sdpa_calls(
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
     on_gpu: bool,
 ) -> list[tuple[str, Call]]:
-    """Calls of each backend: query heads of a KV head as heads, and as a query of several rows."""
+    """Calls of each backend: query heads of a KV head as heads, and as a query of several rows; and
+    the plain products of such queries, which split long rows as cuBLAS sees fit."""
     heads = query.view(1, shape.heads * shape.group, 1, shape.d)
     grouped = query.view(1, shape.heads, shape.group, shape.d)
 
@@ -277,6 +296,11 @@ def _sdpa_calls(
 
     def packed(i: int) -> torch.Tensor:
         return F.scaled_dot_product_attention(grouped, *rows[i])
+
+    def products(i: int) -> torch.Tensor:
+        k, v = rows[i]
+        scores = (grouped @ k.mT).float() * shape.d**-0.5
+        return scores.softmax(-1).to(v.dtype) @ v
 
     def by(backend: SDPBackend, call: Call) -> Callable[[int], torch.Tensor]:
         def run(i: int) -> torch.Tensor:
@@ -291,4 +315,4 @@ def _sdpa_calls(
     found = [(name, by(backend, plain)) for name, backend in _BACKENDS.items()]
     if shape.group > 1:
         found += [(f"{name}-packed", by(backend, packed)) for name, backend in _BACKENDS.items()]
-    return found
+    return [*found, ("products", products)]

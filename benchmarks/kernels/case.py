@@ -37,10 +37,12 @@ The bound: what a large copy within the device's memory does to bytes, or a larg
 torch's to arithmetic, whichever takes longer; both are measured first. "byte ratio": bytes a second
 of a compact format over those of fp16 rows, 1 where half the bytes take half the time.
 
-Peers: torch's attention (the fastest of its backends, query heads as heads or as rows), FlashInfer
-(compiled from the headers of its package; CUDA cores or tensor cores, the faster), torch.compile on
-padded documents, flash-maxsim, late-interaction-kernels. One that is not installed, does not
-compile in time or refuses such rows has a row that says so; one that is wrong is not compared.
+Peers: torch's attention (the fastest of its backends, query heads as heads or as rows, and of plain
+products), FlashInfer (compiled from the headers of its package; CUDA cores or tensor cores, the
+faster), torch.compile on padded documents (compiled when nothing else runs, so that it chooses
+well), flash-maxsim, late-interaction-kernels. Of several ways the fastest that is right stands for
+a peer. One that is not installed, does not compile in time or refuses such rows has a row that says
+so; one that is wrong is not compared.
 
   # on a machine with a GPU, about two minutes
   espnx bench kernels --json kernels.json
@@ -73,7 +75,8 @@ def configure(parser: ArgumentParser) -> None:
         type=seconds,
         metavar="S",
         default=75.0,
-        help="for all kernels, before anything is measured, in other processes (default: 75)",
+        help="for all kernels but torch.compile's, before anything is measured, in other processes "
+        "(default: 75)",
     )
     add(
         "--flashinfer",
@@ -106,7 +109,10 @@ def run(args: Namespace, say: Say) -> list[Row]:
     setting = Setting(Clock(device), size, args.seed)
     is_prepared = device.type == "cuda" and not args.quick
     setting, failed = _compiled(chosen, setting, args, say) if is_prepared else (setting, {})
-    return _measured(chosen, setting, failed, args, say)
+    from .prepare import own_choices
+
+    with own_choices():
+        return _measured(chosen, setting, failed, args, say)
 
 
 def _compiled(

@@ -14,7 +14,16 @@ import torch
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..harness.runner import Sample, compare
-from .timing import LAUNCHES, Call, Clock, bare_launches, copy_bytes_per_s, matmul_flops_per_s
+from .timing import (
+    LAUNCHES,
+    Call,
+    Clock,
+    Launches,
+    bare_launches,
+    copy_bytes_per_s,
+    matmul_flops_per_s,
+    spoil,
+)
 
 _SAMPLE_S = 5e-3  # slow peers are timed over fewer launches in a row
 RATES = ("fp16", "bf16", "fp32")  # of products of matrices
@@ -33,7 +42,8 @@ class Setting:
         seed: of its content.
         flashinfer: a library that `flashinfer.begin_build` has made, or None.
         why_no_flashinfer: where there is none.
-        only_ours: peers that need no compiling are left out.
+        only_ours: peers that need no compiling are left out, and nothing is compared: of those that
+            do, all variants are made.
     """
 
     clock: Clock
@@ -76,16 +86,28 @@ class KernelSystem:
     is_ours: bool = False
     requested_path: str = field(default="memory", init=False)
     effective_path: str = field(default="memory", init=False)
-    bare: Call | None = field(default=None, init=False)
+    bare: Launches | None = field(default=None, init=False)
     turn: int = field(default=0, init=False)
     launches: int = field(default=LAUNCHES, init=False)
 
     def verify(self) -> str | None:
+        """Checks everything that is timed: whole calls, the device's part, and the launches alone,
+        into results from which what they had is gone."""
+        ways = [("", self.whole)] + ([(" of work", self.work)] if self.work else [])
         for i in range(self.clock.sets):
-            if problem := self.check(i, self.whole(i)):
-                return f"input set {i}: {problem}"
+            for name, call in ways:
+                if problem := self.check(i, call(i)):
+                    return f"input set {i}{name}: {problem}"
         if self.is_ours:
             self.bare = bare_launches(self.work or self.whole, self.clock.sets)
+        if self.bare is not None:
+            for i, found in enumerate(self.bare.results):
+                if not self.bare.fills(i):
+                    continue
+                spoil(found)
+                self.bare(i)
+                if problem := self.check(i, found):
+                    return f"input set {i} of launches: {problem}"
         trial_s = self.clock.work_s(self._work, self.clock.sets)
         self.launches = max(min(round(_SAMPLE_S / trial_s), LAUNCHES), 2)
         return None
@@ -178,17 +200,17 @@ def rates_row(rates: Rates) -> Row:
 
 
 def fastest(candidates: Sequence[KernelSystem], missing: dict[str, str], name: str) -> list[Any]:
-    """The one of these variants of a peer that is fastest in a short trial; none, and `missing`
-    says why, where none runs here."""
-    times: dict[int, float] = {}
+    """The one of these variants of a peer that is fastest in a short trial, of those that are right
+    (a wrong one where none is, which is found wrong once more); none, and `missing` says why, where
+    none runs here."""
+    times: dict[int, tuple[bool, float]] = {}
     why = "has no variant for this"
     for number, system in enumerate(candidates):
         try:
-            for i in range(system.clock.sets):
-                system.whole(i)
-            system.clock.wait()
             call, sets = system.work or system.whole, system.clock.sets
-            times[number] = min(system.clock.work_s(call, sets) for _ in range(2))
+            is_wrong = any(system.check(i, system.whole(i)) is not None for i in range(sets))
+            system.clock.wait()
+            times[number] = is_wrong, min(system.clock.work_s(call, sets) for _ in range(2))
         except Exception as error:  # a peer may fail in any way, which is its result
             why = _first_line(error)
     if not times:

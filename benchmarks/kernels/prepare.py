@@ -2,7 +2,8 @@
 their results in caches on the disk, from which the measuring process takes them.
 
 What is fastest is chosen by the measuring process alone, when nobody else is on the device: choices
-that are made here are not kept.
+that are made here are not kept. torch.compile keeps its own beside its code, and so compiles in the
+measuring process, into a folder that is empty when it begins (`own_choices`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -21,6 +25,7 @@ from .catalogue import points
 from .point import Setting
 from .timing import Clock
 
+ALONE = frozenset({"torch-compile"})  # peers that are not compiled here
 Job = tuple[str, str]  # name of a point, name of a peer or "" for our own
 
 _WORKERS_MAX = 12
@@ -38,7 +43,9 @@ def prepare(
     Returns:
         The peers that cannot be measured, and why.
     """
-    jobs: list[Job] = [(name, peer) for name, peers in names.items() for peer in peers]
+    jobs: list[Job] = [
+        (name, peer) for name, peers in names.items() for peer in peers if peer not in ALONE
+    ]
     jobs += [(name, "") for name in names]
     begin, failed = time.monotonic(), dict[Job, str]()
     context = multiprocessing.get_context("spawn")
@@ -68,6 +75,25 @@ def prepare(
     for (name, peer), why in failed.items():
         say(f"    {name}, {peer or 'espnx'}: {why}")
     return {job: why for job, why in failed.items() if job[1]}
+
+
+@contextmanager
+def own_choices() -> Iterator[None]:
+    """Whatever torch.compile chooses meanwhile, it has measured meanwhile. Triton's own cache, of
+    code alone, stays where it is."""
+    triton = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
+    with tempfile.TemporaryDirectory(prefix="espnx-inductor-") as folder:
+        meant = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": triton}
+        before = {name: os.environ.get(name) for name in meant}
+        os.environ.update(meant)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from espnx.ops import maxsim
+from espnx.ops import maxsim, token_format
+from espnx.ops.maxsim.cuda import launch_scores
 
 from .documents import QUERY_TOKENS, TOKENS, Documents, Shape
 from .point import KernelSystem, Point, Setting, Systems, fastest
@@ -70,13 +71,36 @@ def make(shape: Shape, setting: Setting, peers: frozenset[str]) -> Systems:
         )
 
     ours = KernelSystem(
-        *("espnx", "espnx", whole, documents.check, setting.clock, size, size), is_ours=True
+        *("espnx", "espnx", whole, documents.check, setting.clock, size, size),
+        work=_work(documents) if setting.device.type == "cuda" else None,
+        is_ours=True,
     )
     systems = Systems([ours])
     for name in _peers(shape):
         if name in peers:
             _add_peer(name, documents, setting, systems)
     return systems
+
+
+def _work(documents: Documents) -> Call:
+    """What the op does on the device, tables there: launches, and zeros for what they count in."""
+    device, book = documents.device, documents.codebook
+    offsets, counts = documents.offsets.to(device), documents.counts.to(device)
+    unused = documents.query.new_empty(1)
+    tables = (unused, unused) if book is None else (book.centroids, book.bucket_weights)
+    token = token_format(documents.shape.fmt)
+
+    def work(i: int) -> torch.Tensor:
+        scores = torch.empty(len(counts), dtype=torch.float32, device=device)
+        launch_scores(
+            *(documents.query, documents.buffers[i], offsets, counts, scores, token, tables),
+            documents.counts,
+            is_aligned=True,
+            takes_compiled=True,
+        )
+        return scores
+
+    return work
 
 
 def _add_peer(name: str, documents: Documents, setting: Setting, systems: Systems) -> None:
@@ -99,7 +123,10 @@ def _add_peer(name: str, documents: Documents, setting: Setting, systems: System
         )
         for suffix, call, moved in calls(documents, setting.clock.sets)
     ]
-    systems.peers += fastest(candidates, systems.missing, name)
+    if setting.only_ours:  # to be compiled, every one
+        systems.peers += candidates
+    else:
+        systems.peers += fastest(candidates, systems.missing, name)
 
 
 def _packed(documents: Documents, sets: int) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,15 +81,22 @@ class Clock:
             torch.cuda.synchronize()
 
 
+class Launch(NamedTuple):
+    """Attributes: again: makes it once more. storages: where the memory that it is given begins."""
+
+    again: Callable[[], Any]
+    storages: set[int]
+
+
 @contextmanager
-def recorded_launches() -> Iterator[list[Callable[[], Any]]]:
+def recorded_launches() -> Iterator[list[Launch]]:
     """Every launch of a kernel that is made meanwhile, of any module of Triton's and of any file of
-    csrc/cuda, each as a call that makes it again."""
-    seen: list[Callable[[], Any]] = []
+    csrc/cuda."""
+    seen: list[Launch] = []
     compiled_launch = device_code.launch
 
     def launch(*args: Any) -> None:
-        seen.append(lambda: compiled_launch(*args))
+        seen.append(Launch(lambda: compiled_launch(*args), storages(args)))
         compiled_launch(*args)
 
     with _recorded_triton(seen):
@@ -101,7 +108,7 @@ def recorded_launches() -> Iterator[list[Callable[[], Any]]]:
 
 
 @contextmanager
-def _recorded_triton(seen: list[Callable[[], Any]]) -> Iterator[None]:
+def _recorded_triton(seen: list[Launch]) -> Iterator[None]:
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:  # no Triton, so nobody launches by it
@@ -110,7 +117,7 @@ def _recorded_triton(seen: list[Callable[[], Any]]) -> Iterator[None]:
     run = JITFunction.run
 
     def record(kernel: Any, *args: Any, **options: Any) -> Any:
-        seen.append(lambda: run(kernel, *args, **options))
+        seen.append(Launch(lambda: run(kernel, *args, **options), storages(args)))
         return run(kernel, *args, **options)
 
     JITFunction.run = record
@@ -120,22 +127,55 @@ def _recorded_triton(seen: list[Callable[[], Any]]) -> Iterator[None]:
         JITFunction.run = run
 
 
-def bare_launches(call: Call, sets: int = SETS) -> Call | None:
-    """The launches that `call` makes for each input set, without what it does around them; None
-    where it makes none."""
-    launches: list[list[Callable[[], Any]]] = []
+class Launches:
+    """Launches of kernels, to be made again: of each input set, without what was done around them.
+
+    Attributes:
+        results: what the call that made them returned, for each input set.
+    """
+
+    def __init__(self, launches: Sequence[Sequence[Launch]], results: Sequence[Any]):
+        self._launches, self.results = launches, results
+
+    def __call__(self, i: int) -> None:
+        for launch in self._launches[i]:
+            launch.again()
+
+    def fills(self, i: int) -> bool:
+        """Whether a launch was given the memory of the results: then they are its own."""
+        given = {place for launch in self._launches[i] for place in launch.storages}
+        found = storages([self.results[i]])
+        return bool(found) and found <= given
+
+
+def bare_launches(call: Call, sets: int = SETS) -> Launches | None:
+    """The launches that `call` makes for each input set; None where it makes none."""
+    launches, results = [], []
     for i in range(sets):
         with recorded_launches() as seen:
-            call(i)
+            results.append(call(i))
         launches.append(list(seen))
-    if not all(launches):
-        return None
+    return Launches(launches, results) if all(launches) else None
 
-    def again(i: int) -> None:
-        for launch in launches[i]:
-            launch()
 
-    return again
+def storages(values: Iterable[Any]) -> set[int]:
+    """Addresses at which the memory of tensors begins: those among these values, and in tuples."""
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage().data_ptr())
+        elif isinstance(value, tuple | list):
+            found |= storages(value)
+    return found
+
+
+def spoil(found: Any) -> None:
+    """Writes over results: NaN, or the other bits of what is there."""
+    for each in found if isinstance(found, tuple | list) else [found]:
+        if each.is_floating_point():
+            each.fill_(torch.nan)
+        else:
+            each.bitwise_not_()
 
 
 def copy_bytes_per_s(clock: Clock, size_bytes: int = _COPY_BYTES, runs: int = 10) -> float:

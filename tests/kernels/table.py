@@ -25,10 +25,16 @@ MEASURED = ROOT / "benchmarks" / "results" / "kernels-h200.json"
 PAGE = ROOT / "docs" / "measured" / "kernels.md"
 BEGIN, END = "<!-- kernel-bounds -->\n", "<!-- /kernel-bounds -->"
 BESIDE, BESIDE_END = "<!-- kernel-measured -->\n", "<!-- /kernel-measured -->"
-#: Variants, and the rows of the result file that ran them: what every one of them says of itself.
+#: Variants, and the rows of the result file that ran them: what every one of them says of itself
+#: (None: nothing; of blocks that are no whole tiles another variant is used).
 RAN: dict[str, dict[str, Any]] = {
     **{
-        f"attention {fmt} d {d} {n} queries": {"part": "attention", "format": fmt, "d": d}
+        f"attention {fmt} d {d} {n} queries": {
+            "part": "attention",
+            "format": fmt,
+            "d": d,
+            "block_rows": None,
+        }
         for fmt, n in (("fp16", 8), ("bf16", 8), ("int8", 8), ("fp32", 16))
         for d in (64, 128)
     },

@@ -51,6 +51,14 @@ def compile_for(
     return compiled
 
 
+def test_shared_memory_is_of_whole_blocks_of_values() -> None:
+    """A kept query of 392 values has 13 blocks of 32: 105 KiB with two stages, and a block has 99
+    on every GPU."""
+    assert launch_shape(32, 392, 300, "int8")["BLOCK_D"] == 32
+    assert launch_options(32, 384, "int8")["num_stages"] == 2
+    assert launch_options(32, 392, "int8")["num_stages"] == 1
+
+
 @pytest.mark.sampled(1)
 @CAPABILITIES
 @pytest.mark.parametrize(

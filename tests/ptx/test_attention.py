@@ -74,6 +74,17 @@ def test_x_rows(fmt: str) -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize("d", [24, 64, 128])
+@pytest.mark.parametrize("group", [1, 8])
+def test_x_rows_of_whole_blocks(fmt: str, d: int, group: int) -> None:
+    sizes: dict[str, Any] = {"n_kv": 1, "group": group, "block_rows": 128, "gap_bytes": 16}
+    assert cuda.is_turned(group, d, d, fmt, 128)
+    case = make_case(n_rows=[0, 1, 129], d=d, dv=0, fmt=fmt, **sizes)
+    assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", DTYPES)
 @pytest.mark.parametrize(("d", "dv"), WIDTHS)
 @pytest.mark.parametrize("names", RULES, ids="-".join)
@@ -193,11 +204,26 @@ def test_not_finite_wide(fmt: str, at: int) -> None:
 @FORMATS
 @pytest.mark.parametrize("block_rows", [16, 128])
 def test_offsets_beyond_32_bits(fmt: str, block_rows: int) -> None:
-    if fmt != "int8" and block_rows == 128:
+    if fmt == "fp32" and block_rows == 128:
         pytest.skip("the same kernel as of short blocks")
     near = make_case(n_rows=[33], d=24, fmt=fmt, block_rows=block_rows, gap_bytes=16)
     expected = run(near)
     near.buffer, near.table = moved(near.buffer), near.table + BEYOND
+    assert all(torch.equal(*pair) for pair in zip(run(near), expected, strict=True))
+
+
+@pytest.mark.parametrize(("fmt", "d"), [("fp32", 520), ("bf16", 1024)])
+def test_v_rows_that_begin_beyond_32_bits(fmt: str, d: int) -> None:
+    """The longest block: its K rows alone have 2^31 bytes and more."""
+    near = make_case(n_rows=[18], n_kv=1, d=d, dv=8, fmt=fmt, block_rows=32, gap_bytes=0)
+    expected = run(near)
+    size, rows = near.buffer.numel() // (d + 8), 1 << 20
+    k, v = near.buffer.split([size * d, size * 8])
+    v_begin = rows * (size // 32) * d
+    assert v_begin >= 2**31
+    whole = moved(torch.cat([v, v.new_zeros((rows - 32) * (size // 32) * 8)]), v_begin)
+    whole[: k.numel()] = k
+    near.buffer, near.block_rows = whole, rows
     assert all(torch.equal(*pair) for pair in zip(run(near), expected, strict=True))
 
 

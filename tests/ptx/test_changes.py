@@ -123,7 +123,7 @@ def scores_by_warps(fmt: str) -> None:
     empty, one is made with care, and the last ends where the buffer does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_warps, "WARPS", 2)
-        patch.setattr(by_warps, "_BLOCKS_MAX", 1)
+        patch.setattr(by_warps, "_MULTIPROCESSORS", 1)
         documents = [integers(n, 64, seed=n) for n in (1, 0, 33, 2, 1, 1, 50)]
         records = scatter(documents, fmt, align_bytes=16, seed=4)
         assert records.offset_bytes.argmax() == 6

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from espnx.benchmarks.kernels.timing import recorded_launches
+from espnx.benchmarks.kernels import documents, scoring
+from espnx.benchmarks.kernels.point import Setting
+from espnx.benchmarks.kernels.timing import Clock, recorded_launches
 from espnx.ops import device_code as code
 from espnx.ops import maxsim_reference, token_format
 from espnx.ops.maxsim import by_warps, cuda
@@ -34,7 +37,7 @@ def few(device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cal
 
     def few(warps: int, blocks: int) -> None:
         monkeypatch.setattr(by_warps, "WARPS", warps)
-        monkeypatch.setattr(by_warps, "_BLOCKS_MAX", blocks)
+        monkeypatch.setattr(by_warps, "_MULTIPROCESSORS", blocks)
 
     few(2, 1)
     return few
@@ -202,8 +205,32 @@ def test_a_launch_can_be_made_again() -> None:
     [launch] = seen
     for _ in range(2):
         scores.fill_(torch.nan)
-        launch()
+        launch.again()
         assert torch.equal(scores, expected)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+def test_the_work_that_is_timed_is_the_ops() -> None:
+    """`espnx bench kernels`: zeros for what documents are counted in, and the launch, alone."""
+    setting = Setting(Clock(torch.device("cpu"), 1), 1 << 10, seed=3)
+    measured = documents.Documents(documents.Shape("fp16", 64, True), setting)
+    with recorded_launches() as seen:
+        found = scoring._work(measured)(0)
+    assert measured.check(0, found) is None
+    assert len(seen) == 1
+    found.fill_(torch.nan)
+    seen[0].again()
+    assert measured.check(0, found) is None
+
+
+def test_blocks_are_as_many_as_the_device_has_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert by_warps.blocks_max(torch.device("cuda", 0)) == 78
+    assert by_warps.blocks_max(torch.device("cpu")) == 132
 
 
 class UsesTritonError(Exception):

@@ -43,7 +43,8 @@ def attention(
         block_offset_bytes: int64 ``[B, n_kv, n_blocks]``, where each block begins: any address on
             the CPU. ``H`` is a multiple of ``n_kv``, and the query heads of a KV head are adjacent.
             Entries beyond a sequence's last block are not looked at.
-        n_rows: int64 ``[B]``, the rows of each sequence, 0 allowed.
+        n_rows: int64 ``[B]``, the rows of each sequence, 0 allowed; on CUDA fewer than
+            2^31 - 2^20.
         block_rows: tokens in a block, the last one of a sequence included (its other rows are not
             looked at, but must be there).
         format: of the rows: ``fp32``, ``fp16``, ``bf16`` or ``int8``.

@@ -28,6 +28,8 @@ _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEW_PARTS = 8  # to merge: many have a variant of their own
 _MERGED_DIM = 64  # values of a row that a program merges
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
+#: Kernels count rows in 32 bits, up to the end of a tile, or of a part, that begins within them.
+_ROWS_END = 2**31 - 2**20
 
 
 class ScoreRules(NamedTuple):
@@ -286,6 +288,9 @@ def attention_inside_triton(
         rows_max: the largest of `n_rows`.
         align_bytes: what every block's address is a multiple of: 16, or the size of an element
             (int8: of a scale).
+
+    Raises:
+        InvalidInputError: too many heads, queries or rows; nothing is launched.
     """
     batch, heads, q_len, d = query.shape
     n_kv, n_blocks = block_offset_bytes.shape[1:]
@@ -302,6 +307,13 @@ def attention_inside_triton(
             "attention queries on CUDA",
             got=n_queries,
             expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head",
+        )
+    if rows_max >= _ROWS_END:
+        raise InvalidInputError(
+            "attention rows on CUDA",
+            got=rows_max,
+            expected=f"fewer than {_ROWS_END} of a sequence",
+            fix="attend to its rows in parts, and merge their results",
         )
     wanted = programs_wanted(d, width, fmt, turned=turned) // (n_heads * q_blocks)
     splits = n_splits or max(min(wanted, rows_max // _SPLIT_ROWS_MIN), 1)
@@ -430,7 +442,8 @@ def _copied(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tens
     """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes: kernels
     are compiled once more for tables that do not."""
     ends = list(itertools.accumulate(-(-each.nbytes // 16) * 16 for each in tables))
-    packed = torch.zeros(ends[-1], dtype=torch.uint8)
+    # a copy from memory that the system may move waits until it has been copied once more
+    packed = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     places = [
         slice(begin, begin + each.nbytes) for begin, each in zip([0, *ends], tables, strict=False)
     ]

@@ -13,7 +13,7 @@ from .formats import token_format
 QUERY_TOKENS_MAX = 32
 ALIGNMENT_BYTES = 16  # of documents, and of the query
 WARPS = 8  # of a block, of which a multiprocessor has one
-_BLOCKS_MAX = 132  # of an H100 or H200; warps take documents in turns
+_MULTIPROCESSORS = 132  # of an H100 or H200, where there is no device to ask
 _PARTS_HELD, _PART_BYTES = 2, 8 * 32  # of the query, in registers; of 16 values of 8 tokens
 
 
@@ -64,6 +64,13 @@ def is_compiled(fmt: str, d: int, n_query_tokens: int, device: torch.device) -> 
     )
 
 
+def blocks_max(device: torch.device) -> int:
+    """One on each multiprocessor of the device; warps take documents in turns."""
+    if device.type != "cuda":
+        return _MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def launch(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -82,7 +89,7 @@ def launch(
     device_code.launch(
         "maxsim",
         name_of(fmt, d),
-        n_queries * min(n, max(_BLOCKS_MAX // n_queries, 1)),
+        n_queries * min(n, max(blocks_max(query.device) // n_queries, 1)),
         32 * WARPS,
         (
             query,

@@ -47,6 +47,12 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     }
 
 
+def _kept_values(d: int, fmt: str) -> int:
+    """Values of a query's row as it is kept whole: whole blocks of them."""
+    block_d = min(max(32 if fmt == "int8" else 16, d & -d), _BLOCK_D)
+    return -(-d // block_d) * block_d
+
+
 def _block_q(n_query_tokens: int) -> int:
     return min(max(16, 1 << (n_query_tokens - 1).bit_length()), 64)
 
@@ -57,7 +63,7 @@ def is_whole(n_query_tokens: int, d: int, fmt: str) -> bool:
     return (
         fmt in _PART_BYTES
         and n_query_tokens <= block_q
-        and block_q * d * _PART_BYTES[fmt] <= _WHOLE_QUERY_BYTES
+        and block_q * _kept_values(d, fmt) * _PART_BYTES[fmt] <= _WHOLE_QUERY_BYTES
         and not (fmt == "int8" and d % 2)  # whose codes are loaded in pairs
     )
 
@@ -94,7 +100,8 @@ def programs(n_docs: int, n_queries: int, n_query_tokens: int, d: int, fmt: str)
 def _whole_bytes(n_query_tokens: int, d: int, fmt: str) -> int:
     """Shared memory of a program: a query's parts, a tile of rows that is loaded ahead, and what
     the system takes."""
-    return _block_q(n_query_tokens) * d * _PART_BYTES[fmt] + 64 * 2 * d + 1024
+    values = _kept_values(d, fmt)
+    return _block_q(n_query_tokens) * values * _PART_BYTES[fmt] + 64 * 2 * values + 1024
 
 
 def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
@@ -171,13 +178,53 @@ def _scores(
     if n_query_tokens == 0:
         return scores.copy_(torch.where(counts > 0, 0.0, -torch.inf))
     offsets = offset_bytes.to(query.device, non_blocking=True).contiguous()
+    launch_scores(
+        query,
+        buffer,
+        offsets,
+        counts,
+        scores,
+        token,
+        tables_there,
+        n_tokens,
+        is_aligned=is_aligned,
+        takes_compiled=takes_compiled,
+    )
+    return scores
+
+
+def launch_scores(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor,
+    scores: torch.Tensor,
+    token: TokenFormat,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    n_tokens: torch.Tensor,
+    *,
+    is_aligned: bool,
+    takes_compiled: bool,
+) -> None:
+    """The device's part of the op: fills ``scores`` ``[..., n]``, with documents and query tokens;
+    everything is on one device, contiguous and known to be right.
+
+    Args:
+        offsets, counts: int64 [n].
+        tables: centroids and weights of residual formats, else two tensors that are not looked at.
+        n_tokens: `counts` once more, on any device: Triton's kernel has a variant for short ones.
+        is_aligned: all documents begin at multiples of 16 bytes.
+        takes_compiled: by csrc/cuda where it has such a kernel.
+    """
+    n_query_tokens, d = query.shape[-2:]
+    n, n_queries = offsets.numel(), query.shape[0] if query.dim() == 3 else 1
     if (
         takes_compiled
         and is_aligned
         and by_warps.is_compiled(token.name, d, n_query_tokens, query.device)
     ):
         by_warps.launch(query, buffer, offsets, counts, scores, token.name)
-        return scores
+        return
     kernel: Any = load_kernel("maxsim")
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         kernel.maxsim_kernel[(programs(n, n_queries, n_query_tokens, d, token.name),)](
@@ -185,19 +232,18 @@ def _scores(
             buffer,
             offsets,
             counts,
-            *tables_there,
+            *tables,
             scores,
             n,
             n_queries,
             n_query_tokens,
-            len(tables_there[0]),
+            len(tables[0]),
             ALIGN_BYTES=16 if is_aligned else token.alignment_bytes,
             enable_fp_fusion=True,
             **launch_options(n_query_tokens, d, token.name),
             **row_constants(token, d),
             **launch_shape(n_query_tokens, d, int(n_tokens.max()), token.name),
         )
-    return scores
 
 
 def _tables(

@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,20 @@ from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.kernels import attention, documents, projections, ranges, scoring
 from espnx.benchmarks.kernels import case as kernels_case
 from espnx.benchmarks.kernels.catalogue import points
-from espnx.benchmarks.kernels.point import KernelSystem, Point, Rates, Setting, Systems, measure
-from espnx.benchmarks.kernels.prepare import prepare
+from espnx.benchmarks.kernels.point import (
+    KernelSystem,
+    Point,
+    Rates,
+    Setting,
+    Systems,
+    fastest,
+    measure,
+)
+from espnx.benchmarks.kernels.prepare import own_choices, prepare
 from espnx.benchmarks.kernels.timing import Clock
 from espnx.cli.main import main
+from espnx.ops import device_code
+from espnx.ops.attention.cuda import is_turned
 
 SETTING = Setting(Clock(torch.device("cpu"), 2), 1 << 16, seed=3)
 RATES = Rates(1e9, dict.fromkeys(("fp16", "bf16", "fp32"), 1e9))
@@ -45,6 +57,7 @@ ODD = [
     attention._point("attention", attention.Shape("bf16", 64, 1, 1)),
     attention._point("attention", attention.Shape("int8", 40, 2, 4)),
     attention._point("attention", attention.Shape("fp32", 32, 1, 2)),
+    attention._point("attention", attention.Shape("int8", 32, 1, 2, block_rows=64)),
     attention._point("x", attention.Shape("fp16", 72, 1, 5, is_both=True)),
     *(
         scoring._point(documents.Shape(fmt, 24, True))
@@ -131,6 +144,94 @@ def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["espnx"].correct
     assert rows["torch-sdpa"].params["why"] == "RuntimeError: no kernel"
     assert rows["torch-sdpa"].n == 0
+
+
+def played(number: int, result: float, seconds: float, clock: Clock) -> KernelSystem:
+    """A variant that takes so long and returns this, where 1 is right."""
+
+    def check(i: int, found: torch.Tensor) -> str | None:
+        return None if found == 1 else "wrong"
+
+    def call(i: int) -> torch.Tensor:
+        time.sleep(seconds)
+        return torch.tensor(result)
+
+    return KernelSystem(f"peer-{number}", "peer", call, check, clock, 1, 1)
+
+
+def test_of_right_variants_the_fastest_stands_for_a_peer() -> None:
+    kinds = [(2.0, 0.0), (1.0, 0.02), (1.0, 0.005)]
+    variants = [played(i, *kind, SETTING.clock) for i, kind in enumerate(kinds)]
+    missing: dict[str, str] = {}
+    assert [each.name for each in fastest(variants, missing, "peer")] == ["peer-2"]
+    assert [each.name for each in fastest(variants[:1], missing, "peer")] == ["peer-0"]
+    assert not missing
+
+
+def test_everything_that_is_timed_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's part, and launches into results that were spoilt."""
+    system = played(0, 1.0, 0.0, SETTING.clock)
+    assert system.verify() is None
+    system.work = lambda i: torch.tensor(1.0 + i)
+    assert system.verify() == "input set 1 of work: wrong"
+    launched: list[torch.Tensor] = []
+
+    def call(i: int) -> torch.Tensor:
+        made = torch.zeros(())
+        device_code.launch("x", "y", 1, 1, (made,), made.device, 0)
+        return made
+
+    for again, problem in ((1.0, None), (3.0, "input set 0 of launches: wrong")):
+        launched.clear()
+
+        def launch(*args: Any, again: float = again) -> None:
+            launched.append(args[4][0])
+            args[4][0].fill_(again if len(launched) > 2 * SETTING.clock.sets else 1.0)
+
+        monkeypatch.setattr(device_code, "launch", launch)
+        system = dataclasses.replace(
+            played(0, 1.0, 0.0, SETTING.clock), whole=call, work=None, is_ours=True
+        )
+        assert system.verify() == problem
+
+
+def test_decoding_is_measured_in_blocks_of_caches() -> None:
+    """Which have fewer rows than a tile of the kernel for whole blocks."""
+    short = [point for point in points() if "block_rows" in point.params]
+    assert [(point.params["format"], point.params["d"]) for point in short] == [
+        (fmt, d) for fmt in ("fp16", "bf16") for d in (64, 128)
+    ]
+    for point in short:
+        rows = point.params["block_rows"]
+        assert f"8 x 4, blocks of {rows}" in point.name
+        assert not is_turned(4, point.params["d"], point.params["d"], point.params["format"], rows)
+
+
+@pytest.mark.parametrize(("fmt", "group", "is_both"), [("fp32", 3, False), ("fp16", 5, True)])
+def test_plain_products_are_among_torchs_ways(fmt: str, group: int, is_both: bool) -> None:
+    shape = attention.Shape(fmt, 64, 1, group, is_both=is_both)
+    inputs = attention.Inputs(shape, SETTING)
+    k, v = (each[None] for each in inputs.stored(0, shape.peer_dtype))
+    rows = [(k, k if is_both else v)]
+    query = inputs.query.to(shape.peer_dtype)
+    calls = dict(attention._sdpa_calls(shape, query, rows, True))
+    for name in ("math", "math-packed", "products"):
+        found = calls[name](0)
+        assert inputs.check_peer(0, found) is None
+        assert inputs.check_peer(0, found * 1.05) is not None
+
+
+def test_choices_of_torch_compile_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, and none afterwards; where Triton's code lies stays."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/triton")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with own_choices():
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert not list(folder.iterdir())
+        assert os.environ["TRITON_CACHE_DIR"] == "/triton"
+    assert not folder.exists()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert os.environ["TRITON_CACHE_DIR"] == "/triton"
 
 
 def test_what_fails_of_ours_is_a_wrong_row() -> None:
@@ -270,6 +371,7 @@ def test_kernels_are_compiled_beside_each_other() -> None:
     told: list[str] = []
     setting = dataclasses.replace(SETTING, data_bytes=1 << 14)
     name = scoring.points()[0].name
-    failed = prepare({name: (scoring.FLASH,)}, setting, 120.0, told.append)
+    peers = (scoring.COMPILED, scoring.FLASH)  # the first is not compiled here
+    failed = prepare({name: peers}, setting, 120.0, told.append)
     assert failed == {(name, scoring.FLASH): "not installed"}
     assert told[0].startswith("compiled beside each other: 1 of 2 in ")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.benchmarks.kernels.timing import Clock, bare_launches, recorded_launches
+from espnx.benchmarks.kernels.timing import Clock, bare_launches, recorded_launches, spoil
 from espnx.errors import EspnxError
 from espnx.ops import device_code
 from espnx.ops.crc32c import cuda as crc32c_cuda
@@ -98,7 +98,8 @@ def test_launches_of_csrc_cuda_are_recorded(monkeypatch: pytest.MonkeyPatch) -> 
         crc32c_cuda._launch_compiled(buffer, *ranges, 0)
     assert device_code.launch is plain
     assert len(seen) == len(launched) == 1
-    seen[0]()
+    assert buffer.untyped_storage().data_ptr() in seen[0].storages
+    seen[0].again()
     assert launched[0] is not launched[1]
     assert launched[0][:4] == launched[1][:4]
     assert isinstance(launched[1][4][-1], ctypes.c_uint32)
@@ -129,6 +130,25 @@ def test_launches_of_any_module_of_tritons_are_recorded(monkeypatch: pytest.Monk
         (kernel, (2,), (7,), False, {"LANES": 128}),
         (kernel, (2,), (8,), False, {}),
     ]
+
+
+def test_results_that_launches_fill_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the memory that a launch was given; those that are made of it later are not its own."""
+    monkeypatch.setattr(device_code, "launch", lambda *args: None)
+
+    def call(i: int) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        made = torch.ones(8)
+        device_code.launch("x", "y", 1, 1, (made, ctypes.c_int64(8)), made.device, 0)
+        return (made[4:], made[:4].view(2, 2)) if i == 0 else made + 1
+
+    again = bare_launches(call, 2)
+    assert again is not None
+    assert [again.fills(0), again.fills(1)] == [True, False]
+    spoil(again.results[0])
+    assert all(each.isnan().all() for each in again.results[0])
+    bits = torch.tensor([0, 5], dtype=torch.int64)
+    spoil(bits)
+    assert bits.tolist() == [-1, -6]
 
 
 def test_what_launches_nothing_has_no_bare_launch() -> None:

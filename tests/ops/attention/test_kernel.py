@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops.attention.cuda import ScoreRules, _copied, attention_triton
+from espnx.ops.attention import cuda
+from espnx.ops.attention.cuda import (
+    ScoreRules,
+    _copied,
+    attention_inside_triton,
+    attention_triton,
+    is_turned,
+)
 from tests.ops.attention.ruled import (
     INT8_RULES,
     RULES,
@@ -81,8 +88,11 @@ def interpreted_prefill(fmt: str) -> None:
 
 def interpreted_x_rows(fmt: str) -> None:
     if fmt != "int8":
-        case = make_case(n_rows=[50], n_kv=1, d=256, dv=0, q_len=5, fmt=fmt, gap_bytes=0)
-        assert_close(case, run(case), **PRECISION)
+        for d, block_rows in ((256, 16), (72, 128)):  # by either kernel
+            case = make_case(
+                n_rows=[50], n_kv=1, d=d, dv=0, q_len=5, block_rows=block_rows, fmt=fmt, gap_bytes=0
+            )
+            assert_close(case, run(case), **PRECISION)
 
 
 def interpreted_not_finite(fmt: str) -> None:
@@ -195,6 +205,45 @@ def test_what_cuda_refuses() -> None:
         run(case)
 
 
+def test_more_rows_than_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is launched."""
+    launched: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: launched.append(grid[0])
+
+    monkeypatch.setattr(cuda, "_kernel_for", lambda *args, **options: Kernel())
+    case = make_case(n_rows=[20], n_kv=1, gap_bytes=16)
+    most = 2**31 - 2**20 - 1
+    for rows_max in (most, most + 1, 2**40):
+        options = (rows_max, 16, case.block_rows, case.format, 1.0, case.dv)
+        if rows_max == most:
+            attention_inside_triton(*case.args, *options, n_splits=1)
+            continue
+        with pytest.raises(InvalidInputError, match="rows on CUDA") as raised:
+            attention_inside_triton(*case.args, *options)
+        assert raised.value.got == rows_max
+    assert launched == [1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tables_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    asked: list[bool] = []
+
+    class StopError(Exception):
+        pass
+
+    def zeros(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        raise StopError
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(StopError):
+        _copied([torch.ones(3)], torch.device(device))
+    assert asked == [device == "cuda"]
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -224,9 +273,48 @@ def test_on_a_gpu(fmt: str) -> None:
         make_case(n_rows=[0, 1, 33, 1300], group=4, d=128, fmt=fmt, gap_bytes=16),
         causal(make_case(n_rows=[2100, 145], q_len=70, n_kv=1, d=64, fmt=fmt, gap_bytes=4)),
     ):
-        there = {
-            name: value.cuda() if isinstance(value, torch.Tensor) else value
-            for name, value in vars(case).items()
-        }
-        o, lse = run(Case(**there))
-        assert_close(case, (o.cpu(), lse.cpu()), **PRECISION)
+        check_on_a_gpu(case)
+
+
+def check_on_a_gpu(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    there = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(case).items()
+    }
+    o, lse = (each.cpu() for each in run(Case(**there)))
+    assert_close(case, (o, lse), **PRECISION)
+    return o, lse
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("group", [1, 8, 9])
+def test_whole_blocks_on_a_gpu(fmt: str, d: int, group: int) -> None:
+    """K and V rows, and X rows, with masks; by the kernels for few queries but 9 of 16 bits."""
+    sizes: dict[str, Any] = {"n_kv": 2, "d": d, "block_rows": 128, "fmt": fmt}
+    assert is_turned(group, d, d, fmt, 128) is (fmt == "int8" or group <= 8)
+    case = make_case(n_rows=[0, 1, 129, 1300], group=group, gap_bytes=16, **sizes)
+    check_on_a_gpu(case)
+    case.visible = torch.ones(4, 1300, dtype=torch.uint8)
+    case.visible[2:, :70:3] = 0
+    case.visible[1] = 0
+    check_on_a_gpu(case)
+    check_on_a_gpu(causal(make_case(n_rows=[300, 145], q_len=group, gap_bytes=4, **sizes)))
+    if fmt != "int8":
+        check_on_a_gpu(make_case(n_rows=[0, 1, 700], dv=0, group=group, gap_bytes=16, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_not_finite_in_whole_blocks_on_a_gpu(fmt: str, d: int) -> None:
+    """Of V, seen by the last two of three queries."""
+    case = causal(
+        make_case(n_rows=[20], q_len=3, d=d, n_kv=1, block_rows=128, fmt=fmt, gap_bytes=0)
+    )
+    rows = case.buffer.view(case_dtype(case)).view(2, 128, d)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        rows[1, 18, 5] = value
+        o, _ = check_on_a_gpu(case)
+        assert o[0, 0, :, 5].isfinite().tolist() == [True, False, False]
