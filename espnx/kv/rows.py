@@ -408,9 +408,12 @@ class LayerRows:
         """The same rows once more, those on devices shared."""
         other = LayerRows(self._striped, self.layout, self.n_heads, self.dtype, self._spill_rows)
         runs = [
-            StoredRun(run.first_position, run.n_rows, [list(parts) for parts in run.parts])
+            StoredRun(
+                run.first_position, run.n_rows, [list(parts) for parts in run.parts], run.turn
+            )
             for run in self.runs
         ]
+        other._turn = self._turn  # which the turns of runs are compared with
         for run in runs:
             for parts in run.parts:
                 for each in parts:

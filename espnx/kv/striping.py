@@ -330,6 +330,12 @@ class StripedDevices:
         """The paths of all files of all devices."""
         return files_of(self.devices)
 
+    @property
+    def may_land(self) -> bool:
+        """Whether something may still be written to files that stay, though the devices are
+        closed."""
+        return any(getattr(device, "may_land", False) for device in self.devices)
+
     def close(self) -> None:
         with ExitStack() as stack:
             for device in self.devices:

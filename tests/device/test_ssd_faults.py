@@ -382,6 +382,36 @@ def test_what_lands_late_lands_in_nobodys_place(folder: Path) -> None:
     patiently(attempt, 0.2)
 
 
+def test_releasing_begins_no_write(folder: Path) -> None:
+    """One piece of a write fails, another comes to the disk late: the rows are given up before they
+    are written again, and are not written for nobody."""
+    size_bytes = 2 * 4 * BLOCK
+
+    def attempt(late_s: float) -> bool | None:
+        half = size_bytes // 2
+        late = FaultRule(
+            "delay", operation="write", begin_bytes=half, count=1, value=int(late_s * 1e9)
+        )
+        engine = FaultyEngine(
+            [FaultRule("error", operation="write", end_bytes=1, count=1, value=EIO), late],
+            request_bytes=half,
+        )
+        with engine, opened(folder, engine=engine) as device:
+            lost = put(device, LAYOUT, 1, HEADS, 100, rng(1))[0]
+            with pytest.raises(errors.WriteError):
+                device.flush()
+            if engine.stats().in_flight == 0:
+                return None  # it was not late enough for this machine
+            asked = engine.stats().bytes_asked
+            assert until(lambda: engine.stats().in_flight == 0)
+            device.release(lost.segment)
+            assert engine.stats().bytes_asked == asked
+            assert device.stats().stored_bytes == 0
+        return True
+
+    patiently(attempt, 0.2)
+
+
 def test_releasing_what_may_still_be_written(folder: Path) -> None:
     """A write that does not end keeps its place forever: nothing else may come to lie there."""
 

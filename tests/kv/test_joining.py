@@ -50,6 +50,26 @@ def test_generated_tokens_lie_like_prefilled_ones(folder: Path, disks: int) -> N
     assert counts[1][1] <= counts[0][1] + 2 * disks * (JOIN_ROWS // 32 + 1)
 
 
+def test_a_twin_covers_as_much(folder: Path) -> None:
+    """Rows that were put in this pass are not read by the next, of int8, wherever they are."""
+    naive = Naive(SHAPE, torch.Generator().manual_seed(3))
+    cache = SsdCache(folder, 1, CacheOptions(format="int8"))
+    try:
+        feed(cache, naive, [1], checks=False)
+        rows = cache.kv[0]
+        assert rows is not None
+        n_rows = rows.layout.block_rows
+        feed(cache, naive, [1] * (n_rows - 1), checks=False)
+        twin = rows.twin()
+        assert rows.stored == twin.stored == n_rows
+        assert rows.covered() == twin.covered() == 0
+        feed(cache, naive, [1], checks=False)
+        twin = rows.twin()
+        assert rows.covered() == twin.covered() == n_rows
+    finally:
+        cache.close()
+
+
 def test_an_interval_longer_than_any_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is taken as rows come; where there is none, the error says so."""
     monkeypatch.setattr("espnx.kv.rows._ROOM_ROWS", 16)

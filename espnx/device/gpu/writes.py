@@ -22,6 +22,8 @@ from .staging import Slot, Staging, typed_memory_errors
 
 #: Of pinned memory that the pieces of long rows go through: one is filled while others are written.
 SLOTS = 4
+#: How long until who waits for an earlier try looks whether rows are wanted at all any more.
+_SLICE_S = 0.05
 
 
 class StagedWrite:
@@ -123,36 +125,53 @@ class WriteInPieces:
         self._under_way: deque[tuple[range, Slot, NativeFuture]] = deque()
         self._late: list[NativeFuture] = []  # of pieces that failed, and are in flight
         self._is_cancelled = False
-        self._started = writer.submit(self._write)
+        self._submit()
+
+    def _submit(self) -> None:
+        self._started = self._writer.submit(self._write)
+        self._has_failed = False
+
+    def _is_begun(self) -> bool:
+        """Whether a try is under way, or has succeeded: one that has failed is followed by the
+        next, if it is over, so that it holds up none of the others in line; one that was cancelled
+        by none."""
+        if self._has_failed and not self._is_cancelled and self.is_over():
+            self._submit()
+        return self._is_cancelled or not self._has_failed
 
     def done(self) -> bool:
-        return self._started.done()
+        """See `Writing`."""
+        return self._is_begun() and self._started.done()
 
     def wait(self) -> None:
         """See `Writing`."""
+        if not self._is_begun():
+            self._wait_for_late()
+            self._submit()
         try:
             self._started.result()
         except Exception:  # the device's library has errors of its own
-            if not self._is_cancelled:
-                self._started = self._writer.submit(self._write)
+            self._has_failed = True
+            self._is_begun()
             raise
 
     def end(self) -> bool:
         """See `Writing`."""
-        return self._started.exception() is None
+        return not self._has_failed and self._started.exception() is None
 
     def is_over(self) -> bool:
         """See `Writing`."""
         return self._started.done() and all(each.is_over() for each in self._late)
 
     def cancel(self) -> None:
-        """Waits until nothing more is begun."""
+        """Waits until nothing more is begun, and lets go of the rows on the device."""
         with self._lock:
             self._is_cancelled = True
             under_way = [future for _, _, future in self._under_way]
         for future in under_way:
             future.cancel()
         futures.wait([self._started])
+        self._copies = None
 
     def _write(self) -> None:
         """Writes what is not written. Raises what a piece raised; DeadlineExceededError where a
@@ -180,12 +199,17 @@ class WriteInPieces:
         self._copies = None  # and with it the rows
 
     def _wait_for_late(self) -> None:
-        """Waits until nothing is in flight of the tries before."""
+        """Waits until nothing is in flight of the tries before. Raises DeadlineExceededError,
+        TransferCancelledError."""
         until = time.monotonic() + self._deadline_s
         while self._late:
-            if not self._late[0].wait_over(max(until - time.monotonic(), 0.0)):
+            if self._is_cancelled:
+                raise errors.TransferCancelledError("rows are not written any more")
+            left_s = max(until - time.monotonic(), 0.0)
+            if self._late[0].wait_over(min(left_s, _SLICE_S)):
+                self._late.pop(0)
+            elif not left_s:
                 raise stuck(self._deadline_s)
-            self._late.pop(0)
 
     def _start(self, piece: range, slot: Slot) -> bool:
         """Starts writing a piece, unless nothing is to be written any more."""

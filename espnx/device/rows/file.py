@@ -33,7 +33,7 @@ from ..interface import (
 from ..row_layout import RowLayout
 from ..sums import SumsMemory
 from .space import FileSegment, FileSpace, file_segment
-from .writes import PutWrite, Write, Writing
+from .writes import PutWrite, Write, Writing, wait_over
 
 #: What a ticket reads of a segment: csrc/device/row_plan.hpp's RowSegment, with the checksums as
 #: numbers: they are those of array `sums` of the arrays that come along, from `first_sum` on.
@@ -58,6 +58,9 @@ SEGMENT_READ = np.dtype(
 #: Starts a write by the first argument; its plan; whether it is of rows that the device has
 #: already.
 Starts = Callable[[Callable[[], Writing], Plan, bool], Writing]
+#: Closing a device whose engine is the caller's waits for so long for what is in flight to a file
+#: that stays.
+CLOSE_S = 5.0
 #: One read. Requests of 1 MiB have more memory segments than many drives take; 960 KiB is as fast
 #: and is not split.
 UNIT_BYTES = 960 << 10
@@ -84,6 +87,8 @@ class RowFileDevice(Part, ABC):
         capabilities: see `Capabilities`.
         read_ahead_bytes: as given.
         space: of the data file.
+        may_land: the device is closed, and something may still be written to a data file that
+            stays: until the process ends nobody may have it.
 
     Raises:
         WriteError: the directory cannot be written.
@@ -119,7 +124,8 @@ class RowFileDevice(Part, ABC):
             write_behind_bytes,
             read_ahead_bytes,
         )
-        self._closed, self._starts = False, starts
+        self._closed, self._starts, self._stays = False, starts, name is not None
+        self.may_land = False
         try:
             self._file = self._open(name)
             try:
@@ -468,18 +474,27 @@ class RowFileDevice(Part, ABC):
             return
         self._closed = True
         self.forget()
+        under_way = {id(each): each for each in self._late}
+        for each in self._late:
+            each.cancel()
         for segment, _ in self._writing:
             if segment.writing is not None:
                 segment.writing.cancel()
+                under_way[id(segment.writing)] = segment.writing
                 segment.writing = None  # it has the data file open, and with it its space
         self._writing.clear()
         self._late.clear()
         self._end_reads()
-        if self._owns_engine:
-            self.engine.close()
-        else:
-            with contextlib.suppress(errors.EngineClosedError):  # which closed its files
-                self.engine.close_file(self._file)
+        try:
+            if self._owns_engine:
+                self.engine.close()
+            else:
+                if self._stays:
+                    wait_over(under_way.values(), CLOSE_S)
+                with contextlib.suppress(errors.EngineClosedError):  # which closed its files
+                    self.engine.close_file(self._file)
+        finally:
+            self.may_land = self._stays and not wait_over(under_way.values(), 0.0)
 
 
 def _data_path(directory: str | os.PathLike[str], name: str | None) -> str:

@@ -4,12 +4,17 @@ its place, its own second try included, until nothing of it is in flight."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
 
 from ... import errors
 from ...storage import NativeEngine, Plan
+
+#: How long until it is asked again whether writes are over.
+_NAP_S = 0.005
 
 
 class Writing(Protocol):
@@ -23,7 +28,7 @@ class Writing(Protocol):
         write is in flight. Raises DeadlineExceededError where it stays there."""
 
     def end(self) -> bool:
-        """Waits, whatever comes of it: whether the rows are in the file."""
+        """Waits, whatever comes of it, and begins nothing: whether the rows are in the file."""
 
     def is_over(self) -> bool:
         """Whether nothing of it is in flight, so that the place may be another's."""
@@ -79,7 +84,7 @@ class Write:
 
     def end(self) -> bool:
         """See `Writing`."""
-        if not self._is_begun():
+        if self._has_failed:  # who still needs the rows begins the next try
             return False
         try:
             self._future.wait()
@@ -132,7 +137,13 @@ class PutWrite:
         self._left.append(place)
         if not self._is_written:
             self._is_written = self._writing.end()
+        if not self._is_written and self._waiting == 0:
+            self._writing.cancel()  # nobody needs the rows, which may take memory
         return self.free()
+
+    def is_over(self) -> bool:
+        """Whether nothing of it can land any more."""
+        return self._is_written or self._writing.is_over()
 
     @property
     def is_late(self) -> bool:
@@ -149,3 +160,14 @@ class PutWrite:
 
     def cancel(self) -> None:
         self._writing.cancel()
+
+
+def wait_over(writes: Collection[PutWrite], timeout_s: float) -> bool:
+    """Waits until nothing of these writes can land any more; False: something can, after so many
+    seconds."""
+    until = time.monotonic() + timeout_s
+    while not all(each.is_over() for each in writes):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_NAP_S)
+    return True

@@ -416,7 +416,8 @@ class KVCache(Cache):
 
     def close(self) -> None:
         """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is
-        left.
+        left. Where a write to a kept cache that was given up is in flight even then, its name stays
+        locked until the process ends: what it wrote would land in the next one's rows.
 
         Raises WriteError, DiskFullError: a kept cache could not be saved. It stays open then, so
         that `close` may be called again.
@@ -424,9 +425,14 @@ class KVCache(Cache):
         if self._kept is not None and not self.is_closed:
             self.save()
         self.is_closed = True
-        self.store.close()
-        if self._kept is not None:
-            self._kept.name.unlock()
+        try:
+            self.store.close()
+        finally:
+            if self._kept is not None:
+                if self.store.striped.may_land:
+                    self._kept.name.hold()
+                else:
+                    self._kept.name.unlock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise errors.InvalidInputError(

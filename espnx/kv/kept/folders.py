@@ -30,6 +30,8 @@ _MANIFESTS = re.compile(r"MANIFEST\.json(\.new)?")
 _FILES = re.compile(rf"{re.escape(ROWS_NAME)}|{USED}|{STATE_FILES.pattern}")
 _MARKS = re.compile(rf"{_PART}|{LOCK}|{re.escape(ownership.MARK)}(\.new)?")
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: Names of closed caches in whose files a write that was given up may still land.
+_HELD = set["KeptName"]()
 _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 50, 0.02  # whoever lists caches holds each lock for a moment
 
 
@@ -188,7 +190,8 @@ def _check_plain(directory: str) -> None:
 
 
 class KeptName:
-    """A kept cache's folders, locked for this process until `unlock`.
+    """A kept cache's folders, locked for this process until `unlock`, or, after `hold`, for as long
+    as it lives.
 
     Raises:
         InvalidInputError: the name is no plain file name.
@@ -281,6 +284,11 @@ class KeptName:
             os.utime(path)
         except OSError as error:
             raise write_error("cannot note that a kept cache was used", path, error) from error
+
+    def hold(self) -> None:
+        """Stays locked until the process ends, whoever drops it."""
+        self.unlock.atexit = False
+        _HELD.add(self)
 
     def abandon(self) -> None:
         """Unlocks; if nothing was saved, nothing stays."""

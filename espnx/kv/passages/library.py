@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,7 @@ class Library:
         self._writers = dict[int, ExtentWriter]()  # by the number of their extent
         # extents that came to nothing, with what may still land in their places
         self._late = dict[int, list[NativeFuture]]()
+        self._unmarked = set[int]()  # of these, those that the index does not know of yet
         self.deadline_s, self._is_closed, self._process = deadline_s, False, os.getpid()
         self.engine: NativeEngine = (
             NativeEngine(engine, pool_bytes=_VERIFY_BYTES) if isinstance(engine, str) else engine()
@@ -268,7 +270,10 @@ class Library:
             self._damage(extent.number, offset_bytes, size_bytes)
 
     def leave(self, extents: Sequence[Extent]) -> None:
-        """The end of as many pins. Does nothing once the library is closed."""
+        """The end of as many pins. Does nothing once the library is closed, nor in a child process:
+        the pins are the parent's."""
+        if self._has_ended:
+            return
         with self._lock:
             if not self._is_closed:
                 for each in extents:
@@ -334,27 +339,42 @@ class Library:
             raise
         return True
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether it is closed, or this is a child process, which shares the locks with its parent:
+        whatever it unlocked would be unlocked there. To be asked before the lock is taken, which
+        another thread of the parent may have had when the child was made."""
+        return self._is_closed or os.getpid() != self._process
+
     def _give_up(self, number: int, writes: Sequence[NativeFuture]) -> None:
         """An extent comes to nothing, while some of its writes may be in flight. Its text may be
-        written at once, elsewhere."""
-        if self._is_closed or self._writers.pop(number, None) is None:
+        written at once, elsewhere. Where the index is busy, that is left for the next call that
+        asks (`_free_late`)."""
+        if self._has_ended:
             return
-        for each in writes:
-            each.cancel()
-        late = [each for each in writes if not each.is_over()]
-        if not late:
-            self._index.abandon(number)
-            return
-        self._late[number] = late
-        _HELD.add(self._pins)
-        self._index.damage(number)
+        with self._lock:
+            if self._is_closed or self._writers.pop(number, None) is None:
+                return
+            for each in writes:
+                each.cancel()
+            self._late[number] = late = [each for each in writes if not each.is_over()]
+            if late:
+                self._unmarked.add(number)
+                _HELD.add(self._pins)
+            self._free_late()
 
     def _free_late(self) -> None:
-        """Gives back the places where nothing can land any more."""
-        for number, writes in list(self._late.items()):
-            if all(each.is_over() for each in writes):
-                self._index.abandon(number)
-                del self._late[number]
+        """Gives back the places where nothing can land any more; the others are nobody's. Where the
+        index is busy, the rest is left for the next time."""
+        with suppress(errors.StoreBusyError):
+            for number, writes in list(self._late.items()):
+                if all(each.is_over() for each in writes):
+                    self._index.abandon(number)
+                    del self._late[number]
+                    self._unmarked.discard(number)
+                elif number in self._unmarked:
+                    self._index.damage(number)
+                    self._unmarked.remove(number)
         if not self._late:
             _HELD.discard(self._pins)
 
@@ -449,6 +469,11 @@ class Library:
             if not all(each.is_over() for each in writes)
         ]
         try:
+            # the others are; an error leaves these locked, so that nobody else gets them
+            with suppress(errors.EspnxError):
+                for number in late:
+                    if number in self._writers or number in self._unmarked:
+                        self._index.damage(number)
             self._index.close()
         finally:
             if late:
@@ -575,8 +600,7 @@ class ExtentWriter:
     def __exit__(self, *error: object) -> None:
         if self._is_open:
             self._is_open = False
-            with self._library._lock:
-                self._library._give_up(self._place.number, self.writes)
+            self._library._give_up(self._place.number, self.writes)
 
 
 def block_sums(memory: torch.Tensor, block_bytes: int) -> np.ndarray:

@@ -446,19 +446,19 @@ class GdsEngine:
 
     def close(self, grace_s: float = 5.0) -> None:
         """See `Engine.close`. Files, memory and driver stay registered if reads had to be
-        abandoned."""
+        abandoned: a thread may be inside cuFile, which the next call would wait for."""
         if self._closed or self._process != os.getpid():
             return  # in a child process there is neither the thread nor a usable cuFile
         self._closed = True
         whole = self._loop.close(grace_s)
-        if not whole:
-            left_behind.append(self._pool)
-        for file in self._files:
-            if file is not None and file.users == 0:
-                self._release_file(file)
-        self._files.clear()
         if whole:
+            for file in self._files:
+                if file is not None and file.users == 0:
+                    self._release_file(file)
             self._pool.close()
+        else:
+            left_behind.append(self._pool)
+        self._files.clear()
         self._cufile.close(abandoned=not whole)
 
     def __enter__(self) -> GdsEngine:

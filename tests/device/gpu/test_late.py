@@ -9,8 +9,10 @@ import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.gpu.staging import Slot, Staging
 from espnx.device.gpu.writes import SLOTS, PieceCopies, WriteInPieces
 from espnx.device.row_layout import RowLayout
+from espnx.device.rows.writes import PutWrite
 from espnx.ops.attention import Queries, RowsInMemory
 from espnx.storage import FaultRule, FaultyEngine, FileHandle, NativeEngine, Plan
 from espnx.storage.gds.engine import GdsEngine
@@ -435,6 +438,44 @@ def test_an_error_of_the_devices_own(
             assert_reads_right(late, device, stored)
     finally:
         engine.close(grace_s=0.05)
+
+
+def test_an_earlier_try_that_stays_in_flight(folder: Path) -> None:
+    """It holds up nobody: neither the other writes of the thread, nor who gives the rows up."""
+
+    def attempt(deadline_s: float) -> bool:
+        (folder / "rows").touch()
+        engine = FaultyEngine([FaultRule("never", operation="write", count=1)])
+        memory = engine.memory(4096)
+        copies: Any = SimpleNamespace(
+            pieces=[range(4096)],
+            copy=lambda piece: SimpleNamespace(memory=memory),
+            give_back=lambda slot: None,
+        )
+        try:
+            with ThreadPoolExecutor(1) as writer:
+                plan = Plan.of(engine.open(folder / "rows", "r+"), [0], [4096], [0])
+                pieces = WriteInPieces(writer, engine, plan, copies, deadline_s, lambda: None)
+                with pytest.raises(errors.DeadlineExceededError):
+                    pieces.wait()
+                assert pieces._started.done()
+                assert not pieces.done()
+                with pytest.raises(errors.DeadlineExceededError, match="still with the device"):
+                    pieces.wait()
+                pieces._deadline_s = 60.0
+                again = ThreadPoolExecutor(1)
+                waiting = again.submit(pieces.wait)
+                assert PutWrite(pieces, 1).leave((0, 4096)) == []
+                assert pieces._copies is None
+                with pytest.raises((errors.TransferCancelledError, errors.DeadlineExceededError)):
+                    waiting.result(20)
+                again.shutdown()
+                assert not pieces.is_over()
+        finally:
+            engine.close(grace_s=0.05)
+        return True
+
+    patiently(attempt, 0.3)
 
 
 def test_rows_that_are_not_wanted_before_they_are_written(folder: Path) -> None:

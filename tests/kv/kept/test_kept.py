@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import torch
 from transformers import DynamicCache
 
 from espnx import errors
+from espnx.device.rows import file
 from espnx.integrations.transformers.cache import KVCache
+from espnx.kv.kept import folders
 from espnx.kv.kept.library import verify
+from espnx.storage import FaultRule, FaultyEngine
 from tests.forks import Forks
 from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, inputs, lengths_of, wanted
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, plain, prompt
 from tests.retrieval.common import memory_folder
+from tests.storage.common import patiently
 from tests.sweeps import some
 
 LONGEST = max(LENGTHS)
@@ -311,3 +316,35 @@ def test_nothing_was_done(folder: Path) -> None:
             KVCache(plain("llama").config, folder, name=bad)
     assert {path.name for path in folder.iterdir()} == {"c"}
     KVCache(plain("llama").config, folder, name="x" * 128).close()
+
+
+def test_a_name_stays_locked_where_a_write_may_land(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which was given up: it would come to lie in the rows of who opens the cache next. As long as
+    the process lives."""
+    monkeypatch.setattr(folders, "_HELD", set())
+    monkeypatch.setattr(file, "CLOSE_S", 0.05)
+    model = enabled("llama")
+
+    def attempt(deadline_s: float) -> bool:
+        where = folder / f"{deadline_s:g}"
+        rule = FaultRule("never", operation="write", path="*rows.bin", count=1)
+        with FaultyEngine([rule]) as engine:
+            monkeypatch.setattr(engine, "close", partial(engine.close, 0.05))
+            options: Any = {"engine": lambda: engine, "deadline_s": deadline_s, "x_rows": 0}
+            cache = KVCache(model.config, where, name="c", **options)
+            with pytest.raises(errors.DeadlineExceededError):
+                generate(model, prompt([40, 40]), cache, max_new_tokens=3)
+            cache.reset()
+            cache.close()
+            with pytest.raises(errors.StoreBusyError, match="open"):
+                KVCache(model.config, where, name="c")
+            assert len(folders._HELD) == 1
+            folders._HELD.pop().unlock()  # as when its process is gone
+            with KVCache(model.config, where, name="c", x_rows=0) as cache:
+                assert cache.get_seq_length() == 0
+        assert not folders._HELD
+        return True
+
+    patiently(attempt, 0.3)

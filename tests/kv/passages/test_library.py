@@ -3,6 +3,7 @@ half written or another's is not."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import stat
@@ -359,6 +360,83 @@ def test_a_library_that_is_closed_keeps_what_may_land(
         assert last is not None
         assert last.offset_bytes == (0 if is_given_up else 2 * each)
         other.close()
+
+
+def test_a_child_leaves_its_parents_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it shares; and it does not wait for a lock that nobody of its own threads has."""
+    library, other, ids = opened(folder), opened(folder), ids_of(40)
+    identity, used = Identity.of(SPACE, [], ids), filled(library, ids_of(1))
+    writer = library.write(identity, ids, 1.0)
+    assert used is not None
+    assert isinstance(writer, ExtentWriter)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_process", os.getpid() + 1)
+        patch.setattr(library, "_lock", None)
+        with writer:
+            pass
+        library.leave([used])
+    assert not other._index.evict_one()
+    assert other.write(identity, ids, 1.0, wait_s=0.05) is None
+    for each in (library, other):
+        each.close()
+
+
+def hanging(folder: Path, monkeypatch: pytest.MonkeyPatch, rules: list[FaultRule]) -> Library:
+    """A library whose engine is closed at once."""
+    monkeypatch.setattr(libraries, "_HELD", set())
+    engine = FaultyEngine(rules)
+    monkeypatch.setattr(engine, "close", partial(engine.close, 0.05))
+    return opened(folder, engine=lambda: engine, deadline_s=0.2)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_busy_index_is_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """What it could not be told of an extent that came to nothing it is told by the next call."""
+    rules = [FaultRule("never", operation="write", count=1)] if is_late else []
+    library, other, ids = hanging(folder, monkeypatch, rules), opened(folder), ids_of(40)
+    identity = Identity.of(SPACE, [], ids)
+    writer = library.write(identity, ids, 1.0)
+    assert isinstance(writer, ExtentWriter)
+
+    def busy(number: int) -> None:
+        raise errors.StoreBusyError("the index of a library is being changed")
+
+    with monkeypatch.context() as patch:
+        for name in ("abandon", "damage"):
+            patch.setattr(library._index, name, busy)
+        with contextlib.suppress(errors.DeadlineExceededError), writer:
+            if is_late:
+                writer.rows(0, *(rows[:, :, :16] for rows in rows_of(ids, 0)))
+        assert library.stats()["late"] == 1
+        assert other.write(identity, ids, 1.0, wait_s=0.05) is None
+    assert library.stats()["late"] == is_late
+    taken = other.write(identity, ids, 1.0, wait_s=0.05)
+    assert isinstance(taken, ExtentWriter)
+    with taken:
+        pass
+    for each in (library, other):
+        each.close()
+
+
+def test_closing_gives_up_what_is_being_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text may be written at once, by whoever wants it, in another place."""
+    rules = [FaultRule("never", operation="write", count=1)]
+    library, other, ids = hanging(folder, monkeypatch, rules), opened(folder), ids_of(40)
+    identity = Identity.of(SPACE, [], ids)
+    writer = library.write(identity, ids, 1.0)
+    assert isinstance(writer, ExtentWriter)
+    with pytest.raises(errors.DeadlineExceededError):
+        writer.rows(0, *(rows[:, :, :16] for rows in rows_of(ids, 0)))
+    library.close()
+    assert len(libraries._HELD) == 1
+    extent = filled(other, ids)
+    assert extent is not None
+    assert extent.offset_bytes == SHAPE.extent_bytes(40)
+    other.close()
 
 
 def test_rows_have_to_be_whole_blocks(folder: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_submission_that_does_not_return(
 
     stub = Hanging()
     engine = make(stub)
-    file = engine.open(path)
+    file, unused = engine.open(path), engine.open(path)
     armed.set()  # opening reads the first bytes, too
     future = engine.read(Plan.of(file, [0], [4096]), deadline_s=0.3)
     assert entered.wait(10)
@@ -275,6 +275,7 @@ def test_a_submission_that_does_not_return(
     begun = time.monotonic()
     engine.close(grace_s=0.1)
     assert time.monotonic() - begun < 10
+    assert unused.number != file.number
     assert stub.count("driver_close") == stub.count("handle_deregister") == 0
     released.set()
     engine._loop._thread.join(10)
