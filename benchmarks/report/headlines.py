@@ -118,9 +118,11 @@ def drafting(rows: Sequence[Row]) -> Line | None:
     if ours is None or theirs is None or throttle is None:
         return None
     at = f"{ours.params['batch']} x {ours.params['context']:,} tokens"
+    memory = ours.metrics["draft_memory_bytes"] + ours.params.get("draft_read_ahead_bytes", 0)
     what = (
-        f"a token of each sequence with drafts ({ours.params['model']}, {at}), the same tokens, a "
-        f"disk of {throttle / 1e6:,.0f} MB/s"
+        f"a token of each sequence with drafts ({ours.params['model']}, {at}), the same tokens to "
+        f"rounding, a disk of {throttle / 1e6:,.0f} MB/s, {format_size(round(memory))} of memory "
+        "for drafts and reads"
     )
     otherwise = (
         f"{theirs.metrics['step_s']:.1f} s one by one; {ours.metrics['fio_s']:.1f} s: what the "

@@ -129,8 +129,9 @@ def drafted(system: str, step_s: float, throttle: int, **changes: Any) -> Any:
         "throttle_bytes_per_s": throttle,
         "batch": 8,
         "context": 7680,
+        "draft_read_ahead_bytes": 1 << 30,
     }
-    metrics = {"step_s": step_s, "fio_s": 2.8e9 / throttle}
+    metrics = {"step_s": step_s, "fio_s": 2.8e9 / throttle, "draft_memory_bytes": 3 << 28}
     return row(
         case="kv", params=params, system=system, median_s=24 * step_s, metrics=metrics, **changes
     )
@@ -146,7 +147,7 @@ def test_drafts_stand_beside_one_by_one_and_the_disk() -> None:
     rows += [drafted("one-by-one", 3.54, 800_000_000), drafted("one-by-one", 7.08, 400_000_000)]
     [line] = lines(files(a=rows))
     assert line[0].startswith("a token of each sequence with drafts (smollm2, 8 x 7,680 tokens)")
-    assert line[0].endswith("a disk of 400 MB/s")
+    assert line[0].endswith("a disk of 400 MB/s, 1.75 GiB of memory for drafts and reads")
     assert line[1:3] == ["1.6 s", "7.1 s one by one; 7.0 s: what the disk takes to read K and V"]
     assert lines(files(a=[each for each in rows if each is not rows[2]])) == []
 
