@@ -37,9 +37,19 @@ class Comparison(NamedTuple):
     high: float
 
 
-def compare(a_s: Sequence[float], b_s: Sequence[float], seed: int) -> Comparison:
-    """The geometric mean of the paired ratios, with its 95 % bootstrap interval."""
+def compare(
+    a_s: Sequence[float], b_s: Sequence[float], seed: int, processes: int | None = None
+) -> Comparison:
+    """The geometric mean of the paired ratios, with its 95 % bootstrap interval.
+
+    Args:
+        processes: that made the pairs, each as many, one after the other: what is drawn anew are
+            processes then, as two of one program differ by where their memory happens to lie. None:
+            pairs are drawn.
+    """
     logs = np.log(np.asarray(b_s, dtype=np.float64) / np.asarray(a_s, dtype=np.float64))
+    if processes is not None:
+        logs = logs.reshape(processes, -1).mean(axis=1)
     drawn = np.random.default_rng(seed).integers(0, len(logs), (RESAMPLES, len(logs)))
     low, high = np.percentile(logs[drawn].mean(axis=1), [2.5, 97.5])
     return Comparison(*(float(np.exp(value)) for value in (logs.mean(), low, high)))
@@ -175,14 +185,35 @@ def measure(sides: Mapping[str, Side], pairs: int, order: random.Random) -> dict
 
 
 def measure_workers(
-    folders: Mapping[str, Path], command: Sequence[str], pairs: int, order: random.Random
+    folders: Mapping[str, Path],
+    command: Sequence[str],
+    pairs: int,
+    order: random.Random,
+    processes: int = 1,
 ) -> dict[str, list[Times]]:
-    """Measures programs that stay, as `measure` does. Raises SystemExit where they find different
-    results in a turn."""
-    workers = {name: Worker(folder, command) for name, folder in folders.items()}
+    """Measures programs that stay, as `measure` does, started anew for every part of the pairs.
+    Raises SystemExit where they find different results in a turn."""
     found: dict[str, list[Times]] = {name: [] for name in folders}
+    for first in range(0, pairs, pairs // processes):
+        turns = range(first - 1, first + pairs // processes)
+        _measure_started(folders, command, turns, pairs, order, found)
+    return found
+
+
+def _measure_started(
+    folders: Mapping[str, Path],
+    command: Sequence[str],
+    turns: range,
+    pairs: int,
+    order: random.Random,
+    found: dict[str, list[Times]],
+) -> None:
+    """Adds what workers that are started now find; the first turn is not counted."""
+    starting = list(folders)
+    order.shuffle(starting)
+    workers = {name: Worker(folders[name], command) for name in starting}
     try:
-        for turn in range(-1, pairs):
+        for turn in turns:
             names = list(workers)
             order.shuffle(names)
             answers = {name: workers[name].turn(turn + 1) for name in names}
@@ -198,7 +229,7 @@ def measure_workers(
                 raise SystemExit(
                     f"compare: error: the commits find different results in turn {turn + 1}"
                 )
-            for name, answer in answers.items() if turn >= 0 else ():
+            for name, answer in answers.items() if turn != turns[0] else ():
                 found[name].append(
                     {point: float(seconds) for point, seconds in answer["seconds"].items()}
                 )
@@ -206,10 +237,11 @@ def measure_workers(
     finally:
         for worker in workers.values():
             worker.end()
-    return found
 
 
-def summary(times: Mapping[str, list[Times]], seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+def summary(
+    times: Mapping[str, list[Times]], seed: int, processes: int | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
     """One entry for each point that every turn of every side has, and the points that some lack."""
     every = [set(turn) for runs in times.values() for turn in runs]
     common = set.intersection(*every)
@@ -219,10 +251,10 @@ def summary(times: Mapping[str, list[Times]], seed: int) -> tuple[list[dict[str,
         entry = {
             "point": point,
             **{f"{name}_s": seconds for name, seconds in of.items()},
-            **compare(of["a"], of["b"], seed)._asdict(),
+            **compare(of["a"], of["b"], seed, processes)._asdict(),
         }
         if "s" in of:
-            entry["own_spread"] = compare(of["a"], of["s"], seed)._asdict()
+            entry["own_spread"] = compare(of["a"], of["s"], seed, processes)._asdict()
         entries.append(entry)
     return entries, sorted(set.union(*every) - common)
 
@@ -257,6 +289,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("work", "commit_a", "commit_b"):
         parser.add_argument(name)
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--processes", type=int)
     parser.add_argument("--own-spread", action="store_true")
     parser.add_argument("--bar", type=float)
     parser.add_argument("--a", default="")
@@ -266,18 +299,21 @@ def main(argv: Sequence[str]) -> int:
     args, words = parser.parse_args(argv[:split]), list(argv[split + 1 :])
     if args.pairs < 2:
         parser.error("--pairs: at least 2")
+    if args.processes is not None and (words[0] != "--worker" or args.processes < 2):
+        parser.error("--processes: at least 2, of a --worker")
+    if args.processes is not None and args.pairs % args.processes:
+        parser.error("--pairs: a multiple of --processes")
     names = ["a", "b", "s"] if args.own_spread else ["a", "b"]
     order = random.Random(args.seed)
     if words[0] == "--worker":
         if args.a or args.b:
             parser.error("--a, --b: a worker is called alike on every side")
         command = [sys.executable, str(Path(words[1]).resolve()), *words[2:]]
-        times = measure_workers(
-            {name: Path(args.work) / name for name in names}, command, args.pairs, order
-        )
+        folders = {name: Path(args.work) / name for name in names}
+        times = measure_workers(folders, command, args.pairs, order, args.processes or 1)
     else:
         times = measure(sides_of(args, words, names), args.pairs, order)
-    return report(args, words, *summary(times, args.seed))
+    return report(args, words, *summary(times, args.seed, args.processes))
 
 
 def sides_of(
@@ -304,13 +340,15 @@ def report(
         raise SystemExit("compare: error: the commits have no point in common")
     overall = float(np.exp(np.mean([np.log(entry["ratio"]) for entry in entries])))
     print(table(entries))
-    print(f"{len(entries)} points, {args.pairs} pairs: B over A {overall:.3f}")
+    started = "" if args.processes is None else f" of {args.processes} processes"
+    print(f"{len(entries)} points, {args.pairs} pairs{started}: B over A {overall:.3f}")
     if args.json:
         commits = {"a": args.commit_a, "b": args.commit_b}
         document = {
             "commits": commits,
             "words": words,
             "pairs": args.pairs,
+            "processes": args.processes,
             "ratio": overall,
             "points": entries,
             "missing": missing,

@@ -13,6 +13,8 @@
 #       scripts/compare_searches.py is one.
 #
 #   --pairs N        how often each side runs (default: 30)
+#   --processes N    workers are started anew so often, each for as many pairs, and the interval is
+#                    of such processes: two of one commit differ by where their memory happens to lie
 #   --own-spread     A runs twice in every turn, in two worktrees: what two equal commits differ by,
 #                    beside what A and B do
 #   --bar R          end with 1 if at some point the whole interval lies above R
@@ -42,7 +44,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) sed -n '2,/^set -e/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --own-spread) options+=("$1"); shift ;;
-    --pairs | --bar | --a | --b | --seed | --json) [ $# -ge 2 ] || die "$1 needs a value"; options+=("$1=$2"); shift 2 ;;
+    --pairs | --processes | --bar | --a | --b | --seed | --json) [ $# -ge 2 ] || die "$1 needs a value"; options+=("$1=$2"); shift 2 ;;
     --worker) break ;;
     --*) die "unknown option $1 (--help lists them)" ;;
     *) break ;;

@@ -198,6 +198,36 @@ def test_workers_stay_for_all_turns(tmp_path: Path) -> None:
     assert missing == []
 
 
+def test_workers_are_started_anew(tmp_path: Path) -> None:
+    """Each process has a first turn that is not counted, and is drawn as a whole."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(differs_at=-1, fails_at=-1))
+    sides = {name: tmp_path / name for name in "ab"}
+    for side in sides.values():
+        side.mkdir()
+    times = compare_commits.measure_workers(
+        sides, [sys.executable, str(worker)], 4, random.Random(1), processes=2
+    )
+    assert [turn["p"] for turn in times["a"]] == [2.0, 3.0, 4.0, 5.0]
+    pairs = compare([1.0] * 6, [1.0, 4.0] * 3, seed=1)
+    processes = compare([1.0] * 6, [1.0, 4.0] * 3, seed=1, processes=3)
+    assert processes.low == pytest.approx(2.0) == processes.high
+    assert pairs.low < 1.5
+    assert pairs.ratio == pytest.approx(2.0) == processes.ratio
+
+
+@pytest.mark.parametrize("words", ["--processes=1 -- --worker x", "--processes=2 -- kv"])
+def test_processes_are_of_workers(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare_commits.main(["work", "a", "b", "--pairs=4", *words.split()])
+    assert "--processes: at least 2, of a --worker" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare_commits.main(
+            ["work", "a", "b", "--pairs=5", "--processes=2", "--", "--worker", "x"]
+        )
+    assert "a multiple of --processes" in capsys.readouterr().err
+
+
 def test_workers_that_find_other_results_or_end(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "end").mkdir()
