@@ -143,11 +143,16 @@ class Properties:
     compat_forced: bool
     batch_limit: int
 
+    @property
+    def copies_all(self) -> bool:
+        """Whether no read can be direct, whatever the file."""
+        return self.compat_forced or (self.nvfs_version == (0, 0) and not self.p2pdma)
+
     def obstacle(self) -> str:
         """The likely reason why a file is not read directly."""
         if self.compat_forced:
             return "cuFile is configured to force compatibility mode"
-        if self.nvfs_version == (0, 0) and not self.p2pdma:
+        if self.copies_all:
             return "the nvidia-fs driver is not loaded and cuFile has no PCI P2PDMA here"
         return (
             "cuFile does not support the file's device or file system (it needs NVMe or an RDMA "

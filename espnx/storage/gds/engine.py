@@ -127,6 +127,9 @@ class GdsEngine:
             batch_size=min(batch_size, self.properties.batch_limit),
             batches=batches,
             threads=threads,
+            # In compatibility mode threads of the library copy, as ours can; there a submission of
+            # NVIDIA's 1.15 that met other batches in flight has not returned.
+            batching=not self.properties.copies_all,
             release_file=self._release_file,
         )
 
@@ -163,7 +166,9 @@ class GdsEngine:
             if self._pool.unregistered
             else []
         )
-        if not self._loop.batching:
+        if self.properties.copies_all:
+            reasons.append("no read can be direct here; small ones are made one by one")
+        elif not self._loop.batching:
             reasons.append(
                 "this libcufile has no batches in this mode; small reads are made one by one"
             )

@@ -41,11 +41,12 @@ class ReadLoop:
         batch_size: most entries in a batch.
         batches: how many batches are in flight at a time.
         threads: how many large reads are under way at a time.
+        batching: whether to try batches.
         release_file: gives up a closed file that nothing reads any more.
 
     Attributes:
-        batching: whether the library takes batches, as far as is known; without them every piece is
-            a read of its own.
+        batching: whether small reads go in batches; where the library turns out to take none, every
+            piece is a read of its own.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class ReadLoop:
         batch_size: int,
         batches: int,
         threads: int,
+        batching: bool,
         release_file: Callable[[OpenFile], None],
     ):
-        self._cufile, self._release_file, self.batching = cufile, release_file, True
+        self._cufile, self._release_file, self.batching = cufile, release_file, batching
         self._flights = Flights(cufile, batch_size, batches)
         self._readers = Readers(cufile, threads, self._read_landed)
         self.lock = threading.Condition()  # guards what is below, and the users of files

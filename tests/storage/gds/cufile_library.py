@@ -30,6 +30,7 @@ ORDERS = ("fifo", "lifo", "random")
 AFTER_CANCEL = ("works", "refused", "stale")
 SETTINGS = (
     "direct",
+    "driver",
     "force_compat",
     "mixed",
     "batches",

@@ -163,6 +163,7 @@ class Controls:
 
     Attributes:
         direct: what the machine can do.
+        driver: whether nvidia-fs is loaded; files may be of a disk that it does not serve.
         order: in which entries complete (``fifo``, ``lifo``, ``random``).
         refuse: function name -> what it fails with, always: a CUfileOpError, or an errno, as the
             bindings show them.
@@ -189,7 +190,7 @@ class Controls:
         rules: Iterable[Rule] = (),
     ):
         self.direct, self.max_batch, self.order, self.rules = direct, max_batch, order, list(rules)
-        self.force_compat = False
+        self.force_compat, self.driver = False, True
         self.statistics = True
         self.mixed = False  # every read shows up as a read through the host, too
         self.batches, self.batch_bit = True, False
@@ -286,7 +287,7 @@ class CuFileStub(Controls):
 
     def driver_get_properties(self, pointer: int) -> None:
         raw = np.zeros(14, dtype=np.uint32)
-        raw[0], raw[1] = (2, 26) if self.direct else (0, 0)
+        raw[0], raw[1] = (2, 26) if self.driver else (0, 0)
         raw[6], raw[7] = self.p2p << 11, self.allow_compat << 1
         raw[8] = self.batch_bit << 1
         raw[12] = self.max_batch

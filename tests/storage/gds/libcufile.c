@@ -99,7 +99,8 @@ enum { FIFO, LIFO, RANDOM };
 enum { WORKS, REFUSED, STALE };
 
 typedef struct {
-  int32_t direct, force_compat, mixed, batches, batch_bit, few_is_error, counts_opens, p2p;
+  int32_t direct, driver, force_compat, mixed, batches, batch_bit, few_is_error, counts_opens;
+  int32_t p2p;
   int32_t register_fails, open_hangs, max_batch, order, delay_us, after_cancel;
 } Settings;
 
@@ -440,7 +441,7 @@ CUfileError_t cuFileDriverGetProperties(CUfileDrvProps_t *properties) {
   World *w = world;
   if (fail_code) return with(failing());
   memset(properties, 0, sizeof *properties);
-  if (w->set.direct) properties->nvfs.major_version = 2, properties->nvfs.minor_version = 26;
+  if (w->set.driver) properties->nvfs.major_version = 2, properties->nvfs.minor_version = 26;
   properties->nvfs.dstatusflags = (unsigned)w->set.p2p << 11;
   properties->nvfs.dcontrolflags = (unsigned)w->allow_compat << 1;
   properties->fflags = (unsigned)w->set.batch_bit << 1;

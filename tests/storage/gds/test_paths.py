@@ -88,6 +88,35 @@ def test_effective_path(
     assert items_of(future.wait(), future.position_bytes, [1000]) == [data[4000:]]
 
 
+@pytest.mark.parametrize(
+    ("settings", "batches"),
+    [
+        ({"driver": False}, False),
+        ({"force_compat": True}, False),
+        ({"driver": False, "p2p": True}, True),
+        ({}, True),
+    ],
+)
+def test_no_batches_where_no_read_is_direct(
+    make: MakeEngine, tmp_path: Path, settings: dict[str, bool], batches: bool
+) -> None:
+    path, data = write_file(tmp_path, 3000 * 512)
+    stub = CuFileStub(order="random")
+    for name, value in settings.items():
+        setattr(stub, name, value)
+    engine = make(stub, batch_bytes=4096)
+    file = engine.open(path)
+    assert file.effective == "gds-compat"
+    at_open = stub.count("batch_io_submit")  # what the path is found out by
+    offsets = [4096 * (i * 7 % 375) for i in range(375)]
+    future = engine.read(Plan.of(file, offsets, [512] * 375), gap_bytes=0)
+    assert items_of(future.wait(), future.position_bytes, [512] * 375) == [
+        data[offset : offset + 512] for offset in offsets
+    ]
+    assert (stub.count("batch_io_submit") > at_open) is batches
+    assert ("no read can be direct here" in engine.fallback_reason) is not batches
+
+
 def test_driver_that_another_library_opened(make: MakeEngine, tmp_path: Path) -> None:
     """Then compatibility mode cannot be switched off, and statistics have to show that reads are
     direct."""
@@ -131,6 +160,7 @@ def test_the_driver_stays_open_when_the_library_that_opened_it_leaves(
 def test_what_stands_in_the_way_is_named_rightly(make: MakeEngine) -> None:
     """Where cuFile has PCI P2PDMA, its absence is not the reason."""
     stub = CuFileStub()
+    stub.driver = False
     assert "no PCI P2PDMA" in make(stub).properties.obstacle()
     stub = CuFileStub()
     stub.p2p = True
