@@ -210,7 +210,7 @@ class Decoding:
         drafts = self._drafts()
         before_pass, drafted = self._read(), time.perf_counter()
         # the pass that packs all rows is slower than any after it
-        is_slow = tally.kind == PACKED and not self._cache.store.has_tier
+        is_slow = tally.kind == PACKED and not passes.proposal.has_tier
         n = 1 + max(len(draft.tokens) for draft in drafts)
         own = [
             [int(self._ids[row, self._lengths[row] - 1]), *draft.tokens]
@@ -240,8 +240,8 @@ class Decoding:
         tally.add(said, kept, drafted - begun, pass_s, sources, looked, is_slow=is_slow)
         if self._sources is not tally.sources:
             self._sources.note(sources, said, kept, drafted - begun, pass_s, looked)
-        tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
-        tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
+        tally.lost = max(tally.lost, len(passes.proposal.lost.sequences))
+        tally.memory_bytes = max(tally.memory_bytes, passes.proposal.tier_bytes)
         tally.draft_bytes_asked += before_pass.bytes_asked - before_drafts.bytes_asked
         asked = self._read().bytes_asked - before_pass.bytes_asked
         tally.bytes_asked += asked
@@ -258,14 +258,15 @@ class Decoding:
         """Tokens that may come next, for each sequence that goes on: what lookup finds or what a
         model says, whichever comes first, and where that is nothing the other."""
         pace, store, kind = self._tally.pace, self._cache.store, self._tally.kind
+        proposal = self._cache.passes.proposal
         most = [self._room(row) for row in self._going]
         if self._gamma is None:
             pace.choose(len(self._going), max(most))
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
         options, reach = store.options, self._tally.reach
-        store.read_ahead(reach.choose(pace.draft_s, store.tier_bytes, options.deadline_s))
-        if lost := len(store.lost.sequences):
+        store.read_ahead(reach.choose(pace.draft_s, proposal.tier_bytes, options.deadline_s))
+        if lost := len(proposal.lost.sequences):
             pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [min(pace.gamma, n) for n in most]
         # also where it is not used: what it would have brought is known after the pass
@@ -274,7 +275,7 @@ class Decoding:
             for row, n in zip(self._going, room, strict=True)
         ]
         looked = [Draft(found) for found in self._found]
-        if self._assistant is None and (kind == LOOKUP or not store.has_tier):
+        if self._assistant is None and (kind == LOOKUP or not proposal.has_tier):
             return looked  # the first pass brings what a model attends to
         # by the clock only where that chooses in any case: what is sampled comes again otherwise
         is_first = self._sources.asks_lookup(by_clock=self._gamma is None)
@@ -289,7 +290,7 @@ class Decoding:
             if longest := max(len(draft.tokens) for draft in said):
                 pace.note_step((time.perf_counter() - begun) / longest)
         else:
-            for place in store.lost.sequences:
+            for place in proposal.lost.sequences:
                 left[place] = 0
             said = self._by_model(left)
         return [

@@ -140,7 +140,7 @@ def test_generation(kv: PassageKV, options: dict[str, Any]) -> None:
     with kv.compose(PASSAGES) as cache:
         torch.manual_seed(3)
         found = kv.model.generate(**cache.prompt(QUESTION[None]), past_key_values=cache, **more)
-        assert cache.passage_mass(11).shape[0] == cache.store.sequences
+        assert cache.passage_mass(11).shape[0] == cache.store.rows.sequences
     assert torch.equal(found, wanted)
 
 
