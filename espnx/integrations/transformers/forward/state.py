@@ -13,7 +13,6 @@ from transformers import Cache, PreTrainedModel
 
 from .... import errors
 from ....kv.cache import SsdCache
-from ....kv.proposal import Proposal
 from ..kept import KeptState
 from ..text import Text
 from .attention import NAME, awaited
@@ -111,6 +110,19 @@ class PassState:
             if not self._is_drafting:
                 self.text.extend(ids, held)
 
+    @contextmanager
+    def prompting(self) -> Iterator[None]:
+        """Passes inside compute a prompt, whether or not its tokens may be rejected."""
+        self._is_prompting = True
+        try:
+            yield
+        finally:
+            self._is_prompting = False
+
+    @property
+    def _is_drafting(self) -> bool:
+        return self.store.proposal is not None and self.store.proposal.is_drafting
+
     def _is_step(self, ids: torch.Tensor | None, held: int) -> bool:
         """Whether a pass is of decoding; otherwise it computes a prompt."""
         is_short = ids is not None and ids.shape[1] == 1
@@ -199,6 +211,30 @@ class PassState:
         if self.text.tokens is not None:
             error.sequences = self.text.tokens  # type: ignore[attr-defined]
 
+    # --- what of it is kept ---
+
+    def resume(self) -> None:
+        """Goes on from what was kept under the cache's name, if anything was. Raises what
+        `KeptState.open` raises."""
+        tensors = None if self._kept is None else self._kept.open(self.store, self.x.asked)
+        if tensors is not None:
+            self.text.restore(tensors)
+            self.x.rotations.restore(tensors)
+            self.x.asked = self.store.rows.x_rows
+            for layer in self.stored:
+                layer.is_initialized = True
+
+    def save(self) -> None:
+        """Publishes the rows, and what is known of their tokens, under the cache's name, if it has
+        one. Raises WriteError, DiskFullError."""
+        self.abort()
+        tensors = self.text.tensors(self.length())
+        # without X rows nothing is computed again, and rotations do not grow with the text
+        if self.store.rows.x_rows:
+            tensors |= self.x.rotations.tensors()
+        if self._kept is not None:
+            self._kept.save(self.store, tensors)
+
     # --- what becomes of the batch ---
 
     @property
@@ -247,91 +283,6 @@ class PassState:
         common = self.text.common(ids, attention_mask, held)
         can = common == held or self.in_memory.why_not_cropped(held - common) is None
         return common if can else 0
-
-    # --- what of it is kept ---
-
-    def resume(self) -> None:
-        """Goes on from what was kept under the cache's name, if anything was. Raises what
-        `KeptState.open` raises."""
-        tensors = None if self._kept is None else self._kept.open(self.store, self.x.asked)
-        if tensors is not None:
-            self.text.restore(tensors)
-            self.x.rotations.restore(tensors)
-            self.x.asked = self.store.rows.x_rows
-            for layer in self.stored:
-                layer.is_initialized = True
-
-    def save(self) -> None:
-        """Publishes the rows, and what is known of their tokens, under the cache's name, if it has
-        one. Raises WriteError, DiskFullError."""
-        self.abort()
-        tensors = self.text.tensors(self.length())
-        # without X rows nothing is computed again, and rotations do not grow with the text
-        if self.store.rows.x_rows:
-            tensors |= self.x.rotations.tensors()
-        if self._kept is not None:
-            self._kept.save(self.store, tensors)
-
-    # --- tokens that may be rejected ---
-
-    @property
-    def proposal(self) -> Proposal:
-        """The batch as `SsdCache.propose` has made it. Raises StateError where no tokens may be
-        rejected."""
-        if self.store.proposal is None:
-            raise errors.StateError(
-                "tokens that may be rejected", got="none", expected="SsdCache.propose before them"
-            )
-        return self.store.proposal
-
-    @property
-    def _is_drafting(self) -> bool:
-        return self.store.proposal is not None and self.store.proposal.is_drafting
-
-    @contextmanager
-    def prompting(self) -> Iterator[None]:
-        """Passes inside compute a prompt."""
-        self._is_prompting = True
-        try:
-            yield
-        finally:
-            self._is_prompting = False
-
-    def accept(self, n_new: int, kept: Sequence[int]) -> None:
-        """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence, which move to
-        its end. After `SsdCache.propose`."""
-        proposal, begin = self.proposal, self.length() - n_new
-        self.text.accept(begin, proposal.ends, kept)
-        self.x.rotations.accept(begin, proposal.ends, kept)
-        proposal.accept(n_new, kept)
-        self.times.accept(sum(kept))
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Passes inside are drafts (`Proposal.drafting`)."""
-        hidden = self.text.hidden
-        with self.proposal.drafting():
-            try:
-                yield
-            finally:
-                self.abort()
-                self.text.hide(hidden)
-
-    def settle(self) -> None:
-        """All tokens stand from here on; those that not all sequences have are forgotten."""
-        self.abort()
-        self.store.settle()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What becomes of the batch inside is forgotten at the end."""
-        before = self.store.set_aside(), self.text.twin(), self.x.rotations.twin()
-        try:
-            yield
-        finally:
-            self.abort()
-            self.store.bring_back(before[0])
-            self.text, self.x.rotations = before[1:]
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:

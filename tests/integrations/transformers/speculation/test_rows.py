@@ -72,7 +72,8 @@ def test_a_lead_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     leads = list[int]()
 
     def one_sided(tokens: Any, n: int) -> list[int]:
-        ends = cache.passes.proposal.ends
+        assert cache.store.proposal is not None
+        ends = cache.store.proposal.ends
         leads.append(max(ends) - min(ends))
         return known(tokens, n) if first[: len(tokens)] == tokens.tolist() else []
 
