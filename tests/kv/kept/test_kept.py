@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from espnx import errors
-from espnx.device.rows import file
+from espnx.device.rows import data_file
 from espnx.integrations.transformers.cache import KVCache
 from espnx.kv.kept import folders
 from espnx.kv.kept.library import verify
@@ -324,7 +324,7 @@ def test_a_name_stays_locked_where_a_write_may_land(
     """Which was given up: it would come to lie in the rows of who opens the cache next. As long as
     the process lives."""
     monkeypatch.setattr(folders, "_HELD", set())
-    monkeypatch.setattr(file, "CLOSE_S", 0.05)
+    monkeypatch.setattr(data_file, "CLOSE_S", 0.05)
     model = enabled("llama")
 
     def attempt(deadline_s: float) -> bool:
