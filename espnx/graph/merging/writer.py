@@ -105,7 +105,7 @@ class GraphWriter(GraphIndex):
             self.torn_bytes = log.torn_bytes
             self._durability = durability
             self._log = LogWriter(self.facts, log, durability)
-            opened.callback(lambda: self._log.close())
+            opened.callback(lambda: self._log.close())  # noqa: PLW0108 - a merge makes another
             self._log.sync_found()
             self._opened_writer = opened.pop_all()
 
