@@ -22,7 +22,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers
 
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
-from espnx.rag.generation import IdCounter, ModelGenerator
+from espnx.rag.generation import ModelGenerator
+from espnx.rag.pieces import IdCounter
 from espnx.rag.prompt import Wording, quoted
 from espnx.rag.stop import Stop
 from tests.retrieval.common import build, toy_encoder
