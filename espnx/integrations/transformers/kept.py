@@ -25,7 +25,7 @@ from .identity.watch import Watch
 
 @dataclass(frozen=True)
 class KeptAs:
-    """As what a cache is kept. Checked when it is made: raises InvalidInputError.
+    """The name of a cache and what goes with it. Checked when it is made: raises InvalidInputError.
 
     Attributes:
         name, fingerprint, library_bytes: as of `KVCache`.

@@ -275,7 +275,7 @@ class PassState:
             self.store.crop(held - tokens)
 
     def reusable(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
-        """With how many of the tokens in the cache a new prompt [sequences, n] begins, but for its
+        """How many of the tokens in the cache a new prompt [sequences, n] begins with, but for its
         last one; 0 where layers in memory cannot go back to them."""
         held = self.length()
         if len(ids) != self.sequences:

@@ -61,7 +61,7 @@ class PassageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its tokens go."""
+        """The device of its first weights, which token ids go to."""
         return next(
             (each.device for each in self.module.parameters() if not each.is_meta),
             torch.device("cpu"),
