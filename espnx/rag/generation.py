@@ -20,8 +20,15 @@ import torch
 from .. import errors
 from ..importers.chunks import count_words
 from ..kv.passages.lossy import check_lossy
-from ..kv.passages.mass import check_heads
-from .calibration import AttentionHeads, any_kept, keep, kept, model_key
+from .calibration import (
+    CALIBRATED,
+    MEAN,
+    AttentionHeads,
+    check_wanted,
+    keep,
+    model_key,
+    reported_heads,
+)
 from .early import Prefetch
 from .frames import model_frame, plain_frame
 from .passages import FINGERPRINT, PASSAGE_KV, ComposedCache, PassageLibrary, loaded, takes
@@ -29,8 +36,6 @@ from .pieces import IdCounter, TextCounter, ids_of
 from .prompt import Counter, Frame, Prompt, Wording
 from .stop import Stop
 
-#: Words for `attention_heads`.
-MEAN, CALIBRATED = "mean", "calibrated"
 #: What `generate` is given here, and what replaces it.
 _OWN_OPTIONS = {
     "max_new_tokens": "max_new_tokens= of Rag",
@@ -212,9 +217,11 @@ class ModelGenerator:
         self.max_new_tokens = max_new_tokens
         text = model.config.get_text_config(decoder=True)
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
-        self._layers = getattr(text, "num_hidden_layers", None) or 1 << 30
-        self._heads = getattr(text, "num_attention_heads", None) or 1 << 30
-        self._check_heads(attention_heads)
+        there = (
+            getattr(text, "num_hidden_layers", None) or 1 << 30,
+            getattr(text, "num_attention_heads", None) or 1 << 30,
+        )
+        check_wanted(attention_heads, *there)
         self.counter = IdCounter(tokenizer)
         self.frame = model_frame(self.counter, tokenizer, wording, prefix)
         self._owned: Any = None
@@ -243,7 +250,7 @@ class ModelGenerator:
             self._library = kv if hasattr(kv, "compose") else self._opened(kv, library_bytes)
         try:
             self._check_lossy()
-            self.heads = self._heads_of(attention_heads)
+            self.heads = reported_heads(attention_heads, *there, self.directory, self._key)
         except BaseException:
             self.close()
             raise
@@ -268,60 +275,14 @@ class ModelGenerator:
         found = getattr(self._library, "directories", None)
         return os.fspath(found[0]) if found else None
 
-    @property
     def _key(self) -> str:
-        """A name for the model."""
+        """A name for the model, which takes a look at its weights."""
         return model_key(loaded(FINGERPRINT)(self._model))
-
-    def _check_heads(self, wanted: Sequence[tuple[int, int]] | str | None) -> None:
-        """Raises InvalidInputError."""
-        if isinstance(wanted, str) and wanted not in (MEAN, CALIBRATED):
-            raise errors.InvalidInputError(
-                "attention_heads",
-                got=repr(wanted),
-                expected=f"pairs (layer, head), {MEAN!r}, {CALIBRATED!r}, or None",
-            )
-        if wanted is not None and not isinstance(wanted, str):
-            found = check_heads(wanted, self._layers, self._heads)
-            if not found:
-                raise errors.InvalidInputError("attention_heads", got="none", expected="1 or more")
-
-    def _heads_of(
-        self, wanted: Sequence[tuple[int, int]] | str | None
-    ) -> tuple[tuple[int, int], ...]:
-        """Whose attention is reported; none: the mean of all. Raises StateError, FormatError,
-        ReadError."""
-        if wanted == MEAN:
-            return ()
-        if wanted is not None and not isinstance(wanted, str):
-            return tuple(check_heads(wanted, self._layers, self._heads))
-        directory = self.directory
-        found = kept(directory, self._key) if directory and any_kept(directory) else None
-        if found is not None:
-            try:
-                check_heads(found.heads, self._layers, self._heads)
-            except errors.InvalidInputError as error:
-                raise errors.FormatError(
-                    "the heads of attention that were kept",
-                    path=directory,
-                    got=error.got,
-                    expected=error.expected,
-                    fix="calibrate again",
-                ) from error
-        if found is None and wanted == CALIBRATED:
-            raise errors.StateError(
-                f"attention_heads={CALIBRATED!r}",
-                got="no heads that were chosen for this model"
-                + (f" in {directory}" if directory else ", and no kv= to keep them in"),
-                expected="some that `Rag.calibrate` has chosen and kept",
-                fix="rag.calibrate(), or espnx rag calibrate; or attention_heads=None, the mean",
-            )
-        return () if found is None else found.heads
 
     def use(self, found: AttentionHeads) -> None:
         """The heads that are reported from now on, kept where passages are. Raises WriteError."""
         if (directory := self.directory) is not None:
-            keep(directory, self._key, found)
+            keep(directory, self._key(), found)
         self.heads = found.heads
 
     @contextmanager
