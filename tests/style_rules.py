@@ -11,6 +11,7 @@ LINE_MAX = 100
 SHELL_LINE_MAX = 140  # a command stays a line
 FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 90
+HELD_LINES_MAX, PRIVATE_METHODS_MAX = 300, 6  # of a class that everything hangs on
 #: A shorter file that one other imports may be a part of that one: its docstring says why it is "a
 #: file of its own".
 SMALL_LINES = 60

@@ -3,8 +3,10 @@ they are installed."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,9 @@ from tests.layers import modules, own_graph
 from tests.style_rules import (
     FILE_LINES_MAX,
     FUNCTION_LINES_MAX,
+    HELD_LINES_MAX,
     LINE_MAX,
+    PRIVATE_METHODS_MAX,
     SHELL_LINE_MAX,
     SMALL_LINES,
     cpp_complaints,
@@ -129,6 +133,33 @@ def test_small_files_are_ideas_of_their_own() -> None:
         if not is_package and is_small_part(module, path.read_text(), importers[module])
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("espnx/kv/cache.py", "SsdCache"),
+        ("espnx/integrations/transformers/cache.py", "KVCache"),
+        ("espnx/retrieval/search/index.py", "Index"),
+        ("espnx/device/rows/file.py", "RowFileDevice"),
+        ("espnx/graph/merging/writer.py", "GraphWriter"),
+    ],
+)
+def test_what_everything_hangs_on_stays_small(path: str, name: str) -> None:
+    """Whatever is new wants to lie where all of it comes together. It gets an object of its own
+    there, with what is always true of it."""
+    (found,) = (
+        node
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    private = [
+        each.name
+        for each in found.body
+        if isinstance(each, ast.FunctionDef) and re.match(r"_[a-z]", each.name)
+    ]
+    assert (found.end_lineno or 0) - found.lineno < HELD_LINES_MAX
+    assert len(private) <= PRIVATE_METHODS_MAX, private
 
 
 @pytest.mark.parametrize(

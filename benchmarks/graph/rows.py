@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..harness.cells import ABSENT, metric, number, ratio
-from ..harness.result import Row
+from ..harness.result import Row, untimed
 from ..harness.runner import interquartile_range
 from .names import IN_RAM, OURS, PEER, PEER_PAGE_BYTES
 
@@ -27,20 +27,12 @@ def counted(
     params: Mapping[str, Any], system: str, metrics: Mapping[str, float], *, is_right: bool
 ) -> Row:
     """A row of counts: nothing in it was timed."""
-    return Row(
-        case="graph",
-        params=params,
-        system=system,
-        kind="measured",
-        requested_path="auto",
+    return untimed(
+        "graph",
+        params,
+        system,
+        path="auto",
         effective_path="files",
-        cache="warm",
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
         correct=is_right,
         metrics=metrics,
     )

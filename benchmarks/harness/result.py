@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,55 @@ class Row:
     correct: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     ratio: Mapping[str, float] = field(default_factory=dict)
+
+
+def untimed(
+    case: str,
+    params: Mapping[str, Any],
+    system: str,
+    *,
+    path: str,
+    effective_path: str | None = None,
+    cache: str = "warm",
+    correct: bool = True,
+    metrics: Mapping[str, float] | None = None,
+) -> Row:
+    """A row without runs: of a system that cannot run here, as `params` says, or of counts that no
+    clock belongs to. `effective_path` None: as requested."""
+    return Row(
+        case=case,
+        params=params,
+        system=system,
+        kind="measured",
+        requested_path=path,
+        effective_path=effective_path or path,
+        cache=cache,
+        n=0,
+        median_s=None,
+        p99_s=None,
+        iqr_s=None,
+        bytes_asked=0,
+        bytes_moved=0,
+        correct=correct,
+        metrics=metrics or {},
+    )
+
+
+def found_wrong(row: Row) -> Row:
+    """The row of a system whose results turned out to be wrong: its times and counts are
+    dropped."""
+    return replace(
+        row,
+        n=0,
+        median_s=None,
+        p99_s=None,
+        iqr_s=None,
+        bytes_asked=0,
+        bytes_moved=0,
+        correct=False,
+        metrics={},
+        ratio={},
+    )
 
 
 def make_document(

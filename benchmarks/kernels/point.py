@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..harness.registry import Say
-from ..harness.result import Row
+from ..harness.result import Row, untimed
 from ..harness.runner import Sample, compare
 from .timing import (
     LAUNCHES,
@@ -193,10 +193,10 @@ def measure_rates(clock: Clock, *, small: bool = False) -> Rates:
 
 def rates_row(rates: Rates) -> Row:
     """The same for a result file."""
-    row = absent({"part": "rates", "what": "copy, products of matrices"}, "torch")
     metrics = {f"{kind}_flops_per_s": flops for kind, flops in rates.matmul.items()}
     metrics["copy_bytes_per_s"] = rates.copy
-    return dataclasses.replace(row, metrics=metrics)
+    params = {"part": "rates", "what": "copy, products of matrices"}
+    return untimed("kernels", params, "torch", path="memory", metrics=metrics)
 
 
 def fastest(candidates: Sequence[KernelSystem], missing: dict[str, str], name: str) -> list[Any]:
@@ -250,7 +250,8 @@ def measure(
         missing = {**unprepared, **systems.missing}
     except Exception as error:
         say(f"FAILED: {_first_line(error)}")
-        return [absent({**params, "why": _first_line(error)}, "espnx", correct=False)]
+        failed = {**params, "why": _first_line(error)}
+        return [untimed("kernels", failed, "espnx", path="memory", correct=False)]
     variants = {system.group: system.name for system in systems.peers}
     rows = [
         dataclasses.replace(row, params={**row.params, "variant": variants[row.system]})
@@ -259,7 +260,11 @@ def measure(
         for row in rows
     ]
     rows = [with_bounds(row, flops, point.rate, rates) for row in rows]
-    return [*rows, *(absent({**params, "why": why}, name) for name, why in missing.items())]
+    absent = [
+        untimed("kernels", {**params, "why": why}, name, path="memory")
+        for name, why in missing.items()
+    ]
+    return [*rows, *absent]
 
 
 def with_bounds(row: Row, flops: float, kind: str, rates: Rates) -> Row:
@@ -279,23 +284,3 @@ def with_bounds(row: Row, flops: float, kind: str, rates: Rates) -> Row:
         "share_of_roofline_work": least_s / row.median_s,
     }
     return dataclasses.replace(row, metrics={**row.metrics, **found})
-
-
-def absent(params: Mapping[str, Any], system: str, *, correct: bool = True) -> Row:
-    """A row without runs; `params` says why."""
-    return Row(
-        case="kernels",
-        params=params,
-        system=system,
-        kind="measured",
-        requested_path="memory",
-        effective_path="memory",
-        cache="warm",
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=correct,
-    )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..harness.registry import Say
-from ..harness.result import Row
+from ..harness.result import Row, found_wrong
 from ..harness.runner import Sample, System, compare
 from ..io.content import DataFile, content_of, ensure_file
 from ..io.fio import FioSystem, variants
@@ -278,18 +278,7 @@ def judged(rows: Sequence[Row], verdicts: Mapping[str, Verdict], say: Say) -> li
     for row in rows:
         verdict = verdicts.get(row.system)
         if row.system in wrong:
-            row = dataclasses.replace(
-                row,
-                n=0,
-                median_s=None,
-                p99_s=None,
-                iqr_s=None,
-                bytes_asked=0,
-                bytes_moved=0,
-                correct=False,
-                metrics={},
-                ratio={},
-            )
+            row = found_wrong(row)
         elif verdict is not None:
             error = {} if verdict.error is None else {"logit_error": verdict.error}
             metrics = {**row.metrics, "same_tokens": verdict.same, **error, **_bound(row, fio)}

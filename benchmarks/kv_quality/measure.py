@@ -152,7 +152,8 @@ def feed(model: Any, cache: Any, work: Work, found: Found) -> None:
             kept.append(logits[:, max(0, first - begin) :].float())
             if begin and store is not None:
                 found.stored.append(
-                    sum(rows.stored / rows.count for rows in store.every) / len(store.every)
+                    sum(rows.stored / rows.count for rows in store.rows.every)
+                    / len(store.rows.every)
                 )
         if store is not None:
             store.striped.flush()
@@ -194,7 +195,7 @@ def opened(system: str, config: Any, path: Path, found: Found) -> Iterator[Any]:
         config, path, x_rows=0, format="int8" if system == "espnx-int8" else None
     ) as cache:
         yield cache
-        stats, every = cache.stats(), cache.store.every
+        stats, every = cache.stats(), cache.store.rows.every
         found.bytes_per_token = sum(
             rows.n_heads * rows.layout.block_bytes / rows.layout.block_rows for rows in every
         )

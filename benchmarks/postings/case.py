@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from espnx.sizes import parse_size
 
 from ..harness.arguments import choices, positive
 from ..harness.registry import Case, Say
-from ..harness.result import Row
+from ..harness.result import Row, untimed
 from .names import BASELINES, NOT_INSTALLED, PEERS
 from .tables import learned, sizes, table
 
@@ -163,7 +162,14 @@ def run(args: Namespace, say: Say) -> list[Row]:
         rows = compare(
             "postings", params, [ours], others, pairs=args.pairs, seed=args.seed, say=say
         )
-    return rows + [_absent(params, name, missing(name)) for name in wanted if name not in baselines]
+    absent = [
+        untimed(
+            "postings", {**params, "missing": missing(name)}, name, path=NOT_INSTALLED, cache="cold"
+        )
+        for name in wanted
+        if name not in baselines
+    ]
+    return rows + absent
 
 
 def _limit(words: str, say: Say) -> int | None:
@@ -180,25 +186,6 @@ def _limit(words: str, say: Say) -> int | None:
         say(f"The memory of the processes is NOT limited: {error}")
         return None
     return size_bytes
-
-
-def _absent(params: Mapping[str, object], name: str, package: str) -> Row:
-    return Row(
-        case="postings",
-        params={**params, "missing": package},
-        system=name,
-        kind="measured",
-        requested_path=NOT_INSTALLED,
-        effective_path=NOT_INSTALLED,
-        cache="cold",
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=True,
-    )
 
 
 CASE = Case(

@@ -19,8 +19,8 @@ from espnx.integrations.transformers.passages.cache import PassageCache
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.rag.answer import Answer
 from espnx.rag.calibration import AttentionHeads, KnownSource, PlantedLine
-from espnx.rag.generation import IdCounter
 from espnx.rag.markers import parse
+from espnx.rag.pieces import IdCounter
 from espnx.rag.prompt import Wording, fingerprint, quoted
 
 from ..harness.registry import Say

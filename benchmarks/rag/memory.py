@@ -85,7 +85,7 @@ class BlocksInMemory:
         self._model, self._prefix = model, torch.tensor(list(prefix), dtype=torch.int64)
 
     def compose(self, passages: Sequence[Sequence[int]], /) -> Any:
-        """See `espnx.rag.generation.PassageLibrary`."""
+        """See `espnx.rag.passages.PassageLibrary`."""
         texts = [torch.tensor(list(each), dtype=torch.int64) for each in passages]
         cache = _Composed(self._model.config, torch.cat([self._prefix, *texts]), len(texts))
         has_prefix = bool(len(self._prefix))
@@ -94,7 +94,7 @@ class BlocksInMemory:
 
 
 class _Composed(DynamicCache):
-    """See `espnx.rag.generation.ComposedCache`."""
+    """See `espnx.rag.passages.ComposedCache`."""
 
     def __init__(self, config: Any, ids: torch.Tensor, passages: int):
         super().__init__(config=config)

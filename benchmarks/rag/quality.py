@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 
 from ..harness.registry import Say
-from ..harness.result import Row
+from ..harness.result import Row, untimed
 from ..kv.fleet import folder_in
 from .compared import at_random, composite, partly_anew
 from .intervals import mean_interval, share_interval
@@ -196,20 +196,4 @@ def _row(params: Mapping[str, Any], name: str, all_found: Mapping[str, Judged]) 
     if name in _LOSSLESS:
         correct = correct and float(np.abs(more).max()) <= _NLL_ROUNDING
     path = "memory" if name in (FULL, RANDOM, COMPOSITE) else "auto"
-    return Row(
-        case="rag",
-        params=params,
-        system=name,
-        kind="measured",
-        requested_path=path,
-        effective_path=path,
-        cache="warm",
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=correct,
-        metrics=metrics,
-    )
+    return untimed("rag", params, name, path=path, correct=correct, metrics=metrics)

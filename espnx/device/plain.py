@@ -10,6 +10,7 @@ import torch
 from .. import errors
 from .kinds import KINDS, ROWS, PartKind
 from .near_storage import NearStorageDevice
+from .rows.data_file import check_place
 from .rows.ssd import SsdRowDevice
 
 
@@ -23,7 +24,7 @@ class PlainDevice(NearStorageDevice):
         self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None
     ) -> None:
         """See `NearStorageDevice`."""
-        self.rows.check(directory or self.path, engine=engine, name=name)
+        check_place(directory or self.path, engine=engine, name=name)
 
     def offers(self, kind: PartKind) -> bool:
         """See `NearStorageDevice`. Of kinds that others bring, whatever this machine can open."""

@@ -1,5 +1,5 @@
-"""The rows of one layer: what lies on devices, what waits in memory for its turn to be written
-(HILOS, section 4.3)."""
+"""The rows of a batch of sequences, and of one layer of it: what lies on devices, what waits in
+memory for its turn to be written (HILOS, section 4.3)."""
 
 from __future__ import annotations
 
@@ -450,6 +450,96 @@ class LayerRows:
             for each in parts
         }
         return sum(tensor.numel() * tensor.element_size() for tensor in rows) + sum(sums.values())
+
+
+class BatchRows:
+    """The rows of a batch of sequences, in all layers: K and V; of the first `x_rows` sequences the
+    input of both projections (X) instead. Between passes, all layers have the same sequences, and
+    of each as many tokens.
+
+    Args:
+        n_layers: with rows to keep.
+
+    Attributes:
+        x_rows: how many sequences keep X; set before the first tokens come.
+        kv, x: `LayerRows` by layer, made when their first rows come.
+    """
+
+    def __init__(self, n_layers: int):
+        self.x_rows = 0
+        self.kv: list[LayerRows | None] = [None] * n_layers
+        self.x: list[LayerRows | None] = [None] * n_layers
+
+    @property
+    def every(self) -> list[LayerRows]:
+        """All rows there are, in the order in which a forward pass asks for them."""
+        return [
+            rows for pair in zip(self.x, self.kv, strict=True) for rows in pair if rows is not None
+        ]
+
+    def length(self, layer: int) -> int:
+        """Tokens of a layer."""
+        return max(
+            (rows.count for rows in (self.x[layer], self.kv[layer]) if rows is not None), default=0
+        )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the batch; 0 while nothing is cached."""
+        for pair in zip(self.x, self.kv, strict=True):
+            if count := sum(rows.sequences for rows in pair if rows is not None):
+                return count
+        return 0
+
+    def crop(self, tokens: int) -> None:
+        """Keeps the first `tokens` tokens of every sequence."""
+        for rows in self.every:
+            rows.crop(tokens)
+
+    def check_select(self, sequences: Sequence[int]) -> list[int]:
+        """Those of a selection that keep X. Raises InvalidInputError for a selection that `select`
+        refuses."""
+        kept = [i for i in sequences if i < self.x_rows]
+        if list(sequences[: len(kept)]) != kept:
+            raise errors.InvalidInputError(
+                "beams that mix sequences kept as X with others", got=self.x_rows, fix="x_rows=0"
+            )
+        return kept
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Sequence i becomes what `sequences[i]` was (beams, repeats, a part of the batch); stored
+        rows are shared, not copied.
+
+        Raises InvalidInputError where a sequence kept as X would become one kept as K and V: then
+        use x_rows=0.
+        """
+        kept = self.check_select(sequences)
+        for every, chosen in (
+            (self.x, kept),
+            (self.kv, [i - self.x_rows for i in sequences[len(kept) :]]),
+        ):
+            for number, rows in enumerate(every):
+                if rows is not None and chosen:
+                    rows.select(chosen)
+                elif rows is not None:
+                    rows.clear()
+                    every[number] = None
+        self.x_rows = len(kept)
+
+    def twin(self) -> BatchRows:
+        """The same rows once more, those on devices shared."""
+        other = BatchRows(len(self.kv))
+        other.x_rows = self.x_rows
+        other.kv, other.x = (
+            [None if rows is None else rows.twin() for rows in every] for every in (self.kv, self.x)
+        )
+        return other
+
+    def clear(self) -> None:
+        """Forgets all tokens; their space is used again."""
+        for rows in self.every:
+            rows.clear()
+        self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)
 
 
 def _places(run: StoredRun) -> list[list[tuple[int, range]]]:

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -21,9 +21,12 @@ import torch
 
 from .. import errors
 from ..checks import check_text
+from ..kv.passages.mass import check_heads
 from ..storage.documents.ids import DocumentId, document_id
 from ..storage.files import make_given_directory, write_error
 
+#: Words for `attention_heads` of `Rag`.
+MEAN, CALIBRATED = "mean", "calibrated"
 #: Version 1 kept a layer.
 _VERSION, _NAME = 2, "attention-"
 #: Heads that are added up at most.
@@ -318,3 +321,62 @@ def _checked(found: Any, key: str) -> AttentionHeads:
         raise ValueError(f"shares {rights!r}")
     right, *layer_right, mean_right, chance = map(float, rights)
     return AttentionHeads(heads, right, tuple(layer_right), mean_right, questions, chance)
+
+
+def check_wanted(wanted: Sequence[tuple[int, int]] | str | None, layers: int, heads: int) -> None:
+    """`attention_heads` of a `Rag`, for a model of so many layers and heads. Raises
+    InvalidInputError."""
+    if isinstance(wanted, str) and wanted not in (MEAN, CALIBRATED):
+        raise errors.InvalidInputError(
+            "attention_heads",
+            got=repr(wanted),
+            expected=f"pairs (layer, head), {MEAN!r}, {CALIBRATED!r}, or None",
+        )
+    if wanted is not None and not isinstance(wanted, str):
+        found = check_heads(wanted, layers, heads)
+        if not found:
+            raise errors.InvalidInputError("attention_heads", got="none", expected="1 or more")
+
+
+def reported_heads(
+    wanted: Sequence[tuple[int, int]] | str | None,
+    layers: int,
+    heads: int,
+    directory: str | None,
+    key: Callable[[], str],
+) -> tuple[tuple[int, int], ...]:
+    """The heads whose attention is reported; none: the mean of all.
+
+    Args:
+        wanted: see `check_wanted`.
+        layers, heads: of the model.
+        directory: where some may be kept; None: nowhere.
+        key: gives the model's name there, see `model_key`.
+
+    Raises StateError: none were chosen that are to be `CALIBRATED`; FormatError, ReadError.
+    """
+    if wanted == MEAN:
+        return ()
+    if wanted is not None and not isinstance(wanted, str):
+        return tuple(check_heads(wanted, layers, heads))
+    found = kept(directory, key()) if directory and any_kept(directory) else None
+    if found is not None:
+        try:
+            check_heads(found.heads, layers, heads)
+        except errors.InvalidInputError as error:
+            raise errors.FormatError(
+                "the heads of attention that were kept",
+                path=directory,
+                got=error.got,
+                expected=error.expected,
+                fix="calibrate again",
+            ) from error
+    if found is None and wanted == CALIBRATED:
+        raise errors.StateError(
+            f"attention_heads={CALIBRATED!r}",
+            got="no heads that were chosen for this model"
+            + (f" in {directory}" if directory else ", and no kv= to keep them in"),
+            expected="some that `Rag.calibrate` has chosen and kept",
+            fix="rag.calibrate(), or espnx rag calibrate; or attention_heads=None, the mean",
+        )
+    return () if found is None else found.heads

@@ -1,22 +1,18 @@
 """What turns a prompt into an answer: a function of text, or a model whose passages come from a
 `PassageKV` or are computed.
 
-Nothing here imports a framework: a model is anything with `generate` as transformers has it, a
-library of passages anything with `compose`.
+Nothing here imports a framework: a model is anything with `generate` as transformers has it.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib.metadata import EntryPoint
 from typing import Any, Protocol, Self
 
 import torch
@@ -24,19 +20,22 @@ import torch
 from .. import errors
 from ..importers.chunks import count_words
 from ..kv.passages.lossy import check_lossy
-from ..kv.passages.mass import check_heads
-from .calibration import AttentionHeads, any_kept, keep, kept, model_key
+from .calibration import (
+    CALIBRATED,
+    MEAN,
+    AttentionHeads,
+    check_wanted,
+    keep,
+    model_key,
+    reported_heads,
+)
 from .early import Prefetch
-from .prompt import Counted, Counter, Frame, Prompt, Wording
+from .frames import model_frame, plain_frame
+from .passages import FINGERPRINT, PASSAGE_KV, ComposedCache, PassageLibrary, loaded, takes
+from .pieces import IdCounter, TextCounter, ids_of
+from .prompt import Counter, Frame, Prompt, Wording
 from .stop import Stop
 
-_SOURCES, _QUESTION = "\u2402sources\u2403", "\u2402question\u2403"
-# The library of passages lies in a room that imports transformers; it is looked up when wanted.
-_ROOM = "espnx.integrations.transformers"
-_PASSAGE_KV = EntryPoint("passages", f"{_ROOM}.passages.passage_kv:PassageKV", "espnx")
-_FINGERPRINT = EntryPoint("models", f"{_ROOM}.identity.fingerprint:fingerprint", "espnx")
-#: Words for `attention_heads`.
-MEAN, CALIBRATED = "mean", "calibrated"
 #: What `generate` is given here, and what replaces it.
 _OWN_OPTIONS = {
     "max_new_tokens": "max_new_tokens= of Rag",
@@ -50,45 +49,6 @@ _OWN_OPTIONS = {
     "attention_mask": "the prompt of a question",
     "return_dict_in_generate": "none: tokens alone",
 }
-
-
-class ComposedCache(Protocol):
-    """`past_key_values` that begin with passages."""
-
-    @property
-    def reused(self) -> Mapping[str, Any]:
-        """What the rows came from."""
-        ...
-
-    def prompt(self, input_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Arguments of `generate` for what follows, int64 [1, n]."""
-        ...
-
-    def passage_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """float32 [1, layers, passages]: the share of attention that tokens behind the passages
-        paid to each, the mean over heads."""
-        ...
-
-    def watch_heads(self, heads: Sequence[tuple[int, int]] | None = None) -> None:
-        """Keeps the attention of these heads, (layer, head), by themselves; None: of all, layer by
-        layer. Raises InvalidInputError for one that the model does not have."""
-        ...
-
-    def head_mass(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """float32 [1, heads, tokens, passages]: the same share by head and token."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class PassageLibrary(Protocol):
-    """What keeps the K and V of passages behind one prefix. It may have `prefetch`, as `PassageKV`
-    has it: `compose` is then given what that returned; and `compose` may take `repair`, `blend` and
-    `check`, as there."""
-
-    def compose(self, passages: Sequence[Sequence[int]], /) -> ComposedCache:
-        """A cache that begins with the prefix and the passages, given as token ids."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -134,42 +94,6 @@ class Generator(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class TextPiece:
-    """Text and its tokens by some count."""
-
-    text: str
-    count: Callable[[str], int]
-
-    @cached_property
-    def size(self) -> int:
-        return self.count(self.text)
-
-    def cut(self, tokens: int) -> TextPiece:
-        """The longest beginning of at most so many tokens, found by halving: of a count that does
-        not grow with the text, a beginning that fits."""
-        low, high = 0, len(self.text)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.count(self.text[:middle]) <= tokens:
-                low = middle
-            else:
-                high = middle - 1
-        return TextPiece(self.text[:low], self.count)
-
-
-@dataclass(frozen=True)
-class TextCounter:
-    """Text by a rule. See `Counter`."""
-
-    count: Callable[[str], int]
-
-    def trusted(self, text: str) -> TextPiece:
-        return TextPiece(text, self.count)
-
-    data = trusted
-
-
 class FunctionGenerator:
     """A function that takes the prompt's text and returns the answer's.
 
@@ -211,7 +135,7 @@ class FunctionGenerator:
             if tokenizer is None
             else lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
         )
-        self.frame = _plain_frame(self.counter, wording, prefix)
+        self.frame = plain_frame(self.counter, wording, prefix)
 
     def generate(self, prompt: Prompt, stop: Stop, prefetch: Prefetch | None = None) -> Generated:
         stop.check()
@@ -225,70 +149,6 @@ class FunctionGenerator:
 
     def close(self) -> None:
         pass
-
-
-def _plain_frame(counter: Counter, wording: Wording, prefix: str) -> Frame:
-    head = [each for each in (prefix, wording.instructions) if each]
-    begin = "".join(f"{each}\n\n" for each in head) + wording.sources
-    return Frame(*(counter.trusted(each) for each in (begin, wording.question, wording.answer)))
-
-
-@dataclass(frozen=True)
-class IdPiece:
-    """Token ids, and the tokenizer that reads them."""
-
-    ids: tuple[int, ...]
-    tokenizer: Any
-
-    @property
-    def size(self) -> int:
-        return len(self.ids)
-
-    @property
-    def text(self) -> str:
-        # a character may be cut in two
-        return str(self.tokenizer.decode(list(self.ids))).rstrip("\ufffd")
-
-    def cut(self, tokens: int) -> IdPiece:
-        return IdPiece(self.ids[:tokens], self.tokenizer)
-
-
-class IdCounter:
-    """Text by a model's tokenizer, each piece by itself. See `Counter`.
-
-    In data, what the tokenizer would read as one of its own signs (``<|im_end|>``) is read letter
-    by letter. A sign that is one letter (Gemma's line break) is no more than that letter, and
-    stays; but one that is special has no other reading, and is left out.
-    """
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        special = set(tokenizer.all_special_tokens)
-        added = tokenizer.get_added_vocab()
-        letters = {sign for sign in added if len(sign) == 1} - special
-        signs = {*added, *special} - letters - {""}
-        longest = sorted(signs, key=lambda sign: (-len(sign), sign))
-        self._sign = re.compile("|".join(map(re.escape, longest))) if longest else None
-        known = set(tokenizer.all_special_ids)
-        known |= {number for sign, number in added.items() if sign not in letters}
-        self._sign_ids = known - {getattr(tokenizer, "unk_token_id", None)}
-
-    def trusted(self, text: str, *, begins: bool = False) -> IdPiece:
-        """`begins`: a text, with what the model wants to stand there."""
-        return IdPiece(tuple(self._ids(text, begins=begins)), self._tokenizer)
-
-    def data(self, text: str) -> IdPiece:
-        cuts, match = [0], self._sign.search(text) if self._sign else None
-        while match and self._sign:
-            cuts.append(match.start() + 1)
-            # its rest may be a sign, too: four spaces, then three
-            match = self._sign.search(text, cuts[-1])
-        parts = zip(cuts, [*cuts[1:], len(text)], strict=True)
-        ids = [n for begin, end in parts if begin < end for n in self._ids(text[begin:end])]
-        return IdPiece(tuple(n for n in ids if n not in self._sign_ids), self._tokenizer)
-
-    def _ids(self, text: str, *, begins: bool = False) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=begins, verbose=False).input_ids)
 
 
 class _Watch:
@@ -357,11 +217,13 @@ class ModelGenerator:
         self.max_new_tokens = max_new_tokens
         text = model.config.get_text_config(decoder=True)
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
-        self._layers = getattr(text, "num_hidden_layers", None) or 1 << 30
-        self._heads = getattr(text, "num_attention_heads", None) or 1 << 30
-        self._check_heads(attention_heads)
+        there = (
+            getattr(text, "num_hidden_layers", None) or 1 << 30,
+            getattr(text, "num_attention_heads", None) or 1 << 30,
+        )
+        check_wanted(attention_heads, *there)
         self.counter = IdCounter(tokenizer)
-        self.frame = _model_frame(self.counter, tokenizer, wording, prefix)
+        self.frame = model_frame(self.counter, tokenizer, wording, prefix)
         self._owned: Any = None
         self._library: PassageLibrary | None = None
         if kv is None and attention_heads not in (None, MEAN, CALIBRATED):
@@ -388,7 +250,7 @@ class ModelGenerator:
             self._library = kv if hasattr(kv, "compose") else self._opened(kv, library_bytes)
         try:
             self._check_lossy()
-            self.heads = self._heads_of(attention_heads)
+            self.heads = reported_heads(attention_heads, *there, self.directory, self._key)
         except BaseException:
             self.close()
             raise
@@ -397,7 +259,7 @@ class ModelGenerator:
         """Raises InvalidInputError where nobody computes tokens anew."""
         for name in self._lossy:
             compose = getattr(self._library, "compose", None)
-            if compose is None or not _takes(compose, name):
+            if compose is None or not takes(compose, name):
                 raise errors.InvalidInputError(
                     f"{name} of a Rag",
                     got="no kv=" if compose is None else type(self._library).__name__,
@@ -413,60 +275,14 @@ class ModelGenerator:
         found = getattr(self._library, "directories", None)
         return os.fspath(found[0]) if found else None
 
-    @property
     def _key(self) -> str:
-        """A name for the model."""
-        return model_key(_loaded(_FINGERPRINT)(self._model))
-
-    def _check_heads(self, wanted: Sequence[tuple[int, int]] | str | None) -> None:
-        """Raises InvalidInputError."""
-        if isinstance(wanted, str) and wanted not in (MEAN, CALIBRATED):
-            raise errors.InvalidInputError(
-                "attention_heads",
-                got=repr(wanted),
-                expected=f"pairs (layer, head), {MEAN!r}, {CALIBRATED!r}, or None",
-            )
-        if wanted is not None and not isinstance(wanted, str):
-            found = check_heads(wanted, self._layers, self._heads)
-            if not found:
-                raise errors.InvalidInputError("attention_heads", got="none", expected="1 or more")
-
-    def _heads_of(
-        self, wanted: Sequence[tuple[int, int]] | str | None
-    ) -> tuple[tuple[int, int], ...]:
-        """Whose attention is reported; none: the mean of all. Raises StateError, FormatError,
-        ReadError."""
-        if wanted == MEAN:
-            return ()
-        if wanted is not None and not isinstance(wanted, str):
-            return tuple(check_heads(wanted, self._layers, self._heads))
-        directory = self.directory
-        found = kept(directory, self._key) if directory and any_kept(directory) else None
-        if found is not None:
-            try:
-                check_heads(found.heads, self._layers, self._heads)
-            except errors.InvalidInputError as error:
-                raise errors.FormatError(
-                    "the heads of attention that were kept",
-                    path=directory,
-                    got=error.got,
-                    expected=error.expected,
-                    fix="calibrate again",
-                ) from error
-        if found is None and wanted == CALIBRATED:
-            raise errors.StateError(
-                f"attention_heads={CALIBRATED!r}",
-                got="no heads that were chosen for this model"
-                + (f" in {directory}" if directory else ", and no kv= to keep them in"),
-                expected="some that `Rag.calibrate` has chosen and kept",
-                fix="rag.calibrate(), or espnx rag calibrate; or attention_heads=None, the mean",
-            )
-        return () if found is None else found.heads
+        """A name for the model, which takes a look at its weights."""
+        return model_key(loaded(FINGERPRINT)(self._model))
 
     def use(self, found: AttentionHeads) -> None:
         """The heads that are reported from now on, kept where passages are. Raises WriteError."""
         if (directory := self.directory) is not None:
-            keep(directory, self._key, found)
+            keep(directory, self._key(), found)
         self.heads = found.heads
 
     @contextmanager
@@ -538,7 +354,7 @@ class ModelGenerator:
         return library
 
     def _made(self, directory: Any, library_bytes: int | str | None) -> Any:
-        return _loaded(_PASSAGE_KV)(
+        return loaded(PASSAGE_KV)(
             self._model,
             directory,
             prefix=ids_of(self.frame.head),
@@ -556,7 +372,7 @@ class ModelGenerator:
         options: dict[str, Any] = dict(self._lossy)
         if prefetch is not None:
             options["prefetch"] = prefetch
-        if _takes(compose, "check"):
+        if takes(compose, "check"):
             options["check"] = stop.check
         return compose([ids_of(piece) for pair in prompt.sources for piece in pair], **options)
 
@@ -634,15 +450,6 @@ class ModelGenerator:
         self.close()
 
 
-def ids_of(piece: Counted) -> list[int]:
-    """The tokens of a model's piece. Raises StateError for one that has none."""
-    if not isinstance(piece, IdPiece):
-        raise errors.StateError(
-            "token ids", got=type(piece).__name__, expected="what a model's tokenizer has read"
-        )
-    return list(piece.ids)
-
-
 def _asked(prompt: Prompt) -> list[int]:
     """Tokens behind the sources."""
     return [n for piece in prompt.pieces[-3:] for n in ids_of(piece)]
@@ -669,63 +476,3 @@ def _checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
             "generate_options: num_return_sequences", got=repr(answers), expected=1
         )
     return dict(options)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has an argument of this name."""
-    return name in inspect.signature(function).parameters
-
-
-def _loaded(entry: EntryPoint) -> Any:
-    """What lies in a room that imports transformers. Raises MissingDependencyError."""
-    try:
-        return entry.load()
-    except ModuleNotFoundError as error:
-        raise errors.MissingDependencyError(
-            "Rag: kv", got=str(error), expected="PassageKV", fix="pip install 'espnx[kv]'"
-        ) from error
-
-
-def _model_frame(counter: IdCounter, tokenizer: Any, wording: Wording, prefix: str) -> Frame:
-    """The frame of a chat template, where there is one."""
-    if not getattr(tokenizer, "chat_template", None):
-        plain = _plain_frame(TextCounter(len), wording, prefix)
-        return Frame(
-            counter.trusted(plain.head.text, begins=True),
-            counter.trusted(plain.middle.text),
-            counter.trusted(plain.end.text),
-        )
-    asked = f"{wording.sources}{_SOURCES}{wording.question}{_QUESTION}"
-    turns = [wording.instructions, asked] if wording.instructions else [asked]
-    user = {"role": "user", "content": "\n\n".join(turns)}
-    text = ""
-    if prefix:
-        try:
-            text = _rendered(tokenizer, [{"role": "system", "content": prefix}, user])
-        except Exception as error:
-            # Some templates know no system turn, and raise their own kind of error.
-            merged = {"role": "user", "content": f"{prefix}\n\n{user['content']}"}
-            text = _rendered(tokenizer, [merged], error)
-    else:
-        text = _rendered(tokenizer, [user])
-    head, found, rest = text.partition(_SOURCES)
-    middle, also_found, end = rest.partition(_QUESTION)
-    if not found or not also_found or _SOURCES in rest or _QUESTION in head + end:
-        raise errors.InvalidInputError(
-            "chat template",
-            got="a prompt without what the user says, or with it twice",
-            expected="the user's text once, as it is",
-            fix="tokenizer.chat_template = None",
-        )
-    return Frame(counter.trusted(head), counter.trusted(middle), counter.trusted(end))
-
-
-def _rendered(tokenizer: Any, turns: list[dict[str, str]], before: Exception | None = None) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except Exception:
-        if before is not None:
-            raise errors.InvalidInputError(
-                "chat template", got=str(before)[:200], expected="one that takes a user's turn"
-            ) from before
-        raise

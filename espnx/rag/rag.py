@@ -38,15 +38,10 @@ from .calibration import (
     pool_of,
 )
 from .early import EarlyPassages, Prefetch
-from .generation import (
-    FunctionGenerator,
-    Generated,
-    Generator,
-    ModelGenerator,
-    PassageLibrary,
-    ids_of,
-)
+from .generation import FunctionGenerator, Generated, Generator, ModelGenerator
 from .markers import MarkedText, cited_sentences, parse
+from .passages import PassageLibrary
+from .pieces import ids_of
 from .prompt import Prompt, Wording, fingerprint, make_prompt
 from .stop import Stop
 from .support import supports

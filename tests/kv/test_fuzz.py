@@ -27,17 +27,17 @@ def open_cache(rng: random.Random, folder: Path, shape: Shape) -> tuple[SsdCache
     }
     cache = SsdCache(directories, shape.n_layers, CacheOptions(**options))
     if shape.hidden:
-        cache.x_rows = rng.choice([0, 1, shape.n_sequences, 99])
-    return cache, f"{shape} {len(directories)} devices {options} x_rows {cache.x_rows}"
+        cache.rows.x_rows = rng.choice([0, 1, shape.n_sequences, 99])
+    return cache, f"{shape} {len(directories)} devices {options} x_rows {cache.rows.x_rows}"
 
 
 def selection(rng: random.Random, cache: SsdCache, count: int) -> list[int]:
     """Sequences that the batch may become: those kept as X stay in front, and of both kinds one
     stays."""
     chosen = [rng.randrange(count) for _ in range(rng.randint(1, 5))]
-    if 0 < cache.x_rows < count:
-        chosen += [rng.randrange(cache.x_rows), rng.randrange(cache.x_rows, count)]
-    return sorted(chosen, key=lambda i: i >= cache.x_rows)
+    if 0 < cache.rows.x_rows < count:
+        chosen += [rng.randrange(cache.rows.x_rows), rng.randrange(cache.rows.x_rows, count)]
+    return sorted(chosen, key=lambda i: i >= cache.rows.x_rows)
 
 
 def new_tokens(rng: random.Random) -> int:
@@ -71,11 +71,11 @@ def run_program(rng: random.Random, naive: Naive, cache: SsdCache, what: str) ->
             naive.select(chosen)
             cache.select(chosen)
         elif action == "clear" and rng.random() < 0.5:
-            x_rows, n_sequences = cache.x_rows, rng.randint(1, 4)
+            x_rows, n_sequences = cache.rows.x_rows, rng.randint(1, 4)
             done.append(f"clear {n_sequences}")
             naive.clear(n_sequences)
             cache.clear()
-            cache.x_rows = x_rows
+            cache.rows.x_rows = x_rows
         else:
             for n in (
                 [1] * rng.randint(1, 40)
@@ -86,10 +86,10 @@ def run_program(rng: random.Random, naive: Naive, cache: SsdCache, what: str) ->
                 before = naive.count
                 steps = naive.step(n, hides(rng, naive, n))
                 assert_right(forward(cache, steps, before), steps, " ".join(done))
-        assert [cache.length(layer) for layer in range(naive.shape.n_layers)] == [
+        assert [cache.rows.length(layer) for layer in range(naive.shape.n_layers)] == [
             naive.count
         ] * naive.shape.n_layers, done
-        assert not naive.count or cache.sequences == naive.n_sequences, done
+        assert not naive.count or cache.rows.sequences == naive.n_sequences, done
 
 
 def check_space_returns(cache: SsdCache) -> None:
@@ -99,7 +99,7 @@ def check_space_returns(cache: SsdCache) -> None:
         cache.striped.devices
     )
     assert cache.memory_bytes == 0
-    assert cache.sequences == 0
+    assert cache.rows.sequences == 0
 
 
 def check_programs(kind: str, seeds: range, folder: Path) -> None:

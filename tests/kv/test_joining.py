@@ -36,7 +36,7 @@ def test_generated_tokens_lie_like_prefilled_ones(folder: Path, disks: int) -> N
         try:
             feed(cache, with_joins, sizes, checks=len(sizes) < 9)
             feed(cache, with_joins, [1])
-            rows = cache.kv[0]
+            rows = cache.rows.kv[0]
             assert rows is not None
             counts.append(
                 (len(rows.runs), sum(len(part) for part in rows.views(rows.stored, range(2))))
@@ -56,7 +56,7 @@ def test_a_twin_covers_as_much(folder: Path) -> None:
     cache = SsdCache(folder, 1, CacheOptions(format="int8"))
     try:
         feed(cache, naive, [1], checks=False)
-        rows = cache.kv[0]
+        rows = cache.rows.kv[0]
         assert rows is not None
         n_rows = rows.layout.block_rows
         feed(cache, naive, [1] * (n_rows - 1), checks=False)
@@ -79,7 +79,7 @@ def test_an_interval_longer_than_any_text(folder: Path, monkeypatch: pytest.Monk
     )
     try:
         feed(cache, naive, [7] + [1] * 60 + [13] * 9)
-        rows = cache.kv[0]
+        rows = cache.rows.kv[0]
         assert rows is not None
         assert (rows.stored, rows.count) == (0, naive.count)
         assert (
@@ -135,7 +135,7 @@ def test_a_join_that_cannot_read(folder: Path, fault: str) -> None:
                     break
                 except (errors.ReadError, errors.ChecksumError):
                     failed += 1
-                    assert cache.length(0) == before
+                    assert cache.rows.length(0) == before
         assert failed
     finally:
         cache.close()

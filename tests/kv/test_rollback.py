@@ -65,7 +65,7 @@ def run(
     shape = SHAPES[name]
     options = CacheOptions(engine=engine, deadline_s=deadline_s)
     cache = SsdCache([folder / str(i) for i in range(devices)], shape.n_layers, options)
-    cache.x_rows = 1 if shape.hidden else 0
+    cache.rows.x_rows = 1 if shape.hidden else 0
     failed = 0
     try:
         for number, (before, steps) in enumerate(passes(name)):
@@ -74,7 +74,7 @@ def run(
                 if error is None:
                     break
                 assert str(folder) in str(error.path)
-                assert [cache.length(layer) for layer in range(shape.n_layers)] == [
+                assert [cache.rows.length(layer) for layer in range(shape.n_layers)] == [
                     before
                 ] * shape.n_layers
                 failed += 1

@@ -105,11 +105,11 @@ def test_x_rows_are_refused(folder: Path) -> None:
     naive = Naive(shape, torch.Generator().manual_seed(1))
     cache = SsdCache([folder], shape.n_layers)
     try:
-        cache.x_rows = 1
+        cache.rows.x_rows = 1
         with pytest.raises(errors.InvalidInputError, match="soft cap") as caught:
             forward(cache, naive.step(4), 0)
         assert caught.value.fix == "x_rows=0"
-        assert cache.length(0) == 0
+        assert cache.rows.length(0) == 0
     finally:
         cache.close()
 
@@ -143,7 +143,7 @@ def test_x_rows_with_sinks(folder: Path, rotates: bool, has_bias: bool) -> None:
     naive = Naive(shape, torch.Generator().manual_seed(1))
     cache = SsdCache([folder], shape.n_layers)
     try:
-        cache.x_rows = 1
+        cache.rows.x_rows = 1
         program(cache, naive)
     finally:
         cache.close()

@@ -68,8 +68,9 @@ def test_no_byte_is_read_for_nobody(folder: Path, monkeypatch: pytest.MonkeyPatc
     try:
         batch.run(130)
         cache.propose(most_tokens=TOKENS)
+        assert cache.proposal is not None
         for number in range(4):
-            cache.ends = [batch.like[0].count] * SEQUENCES  # nothing may be rejected
+            cache.proposal.ends = [batch.like[0].count] * SEQUENCES  # nothing may be rejected
             batch.run(1 + number)
             assert until(lambda: batch.for_nobody() == 0, 5.0), f"{batch.for_nobody()} bytes"
         for is_resumed in (True, False):
@@ -79,13 +80,18 @@ def test_no_byte_is_read_for_nobody(folder: Path, monkeypatch: pytest.MonkeyPatc
                 cache.read_ahead(0)
             else:
                 cache.ahead.query_heads = 0
-                for rows in cache.every:
+                for rows in cache.rows.every:
                     rows.query_heads = 0
             batch.run(1)
             assert until(lambda lost=lost: batch.for_nobody() == lost, 5.0), (
                 f"{batch.for_nobody() - lost} bytes, {is_resumed}"
             )
-        assert [len(cache.ahead._parts(rows, SEQUENCES)) for rows in cache.every] == [2, 6, 2, 6]
+        assert [len(cache.ahead._parts(rows, SEQUENCES)) for rows in cache.rows.every] == [
+            2,
+            6,
+            2,
+            6,
+        ]
     finally:
         cache.close()
         batch.engine.close()

@@ -21,8 +21,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
 
+from espnx.integrations.transformers.passages.model import PassageModel
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
-from espnx.rag.generation import IdCounter, ModelGenerator
+from espnx.rag.generation import ModelGenerator
+from espnx.rag.pieces import IdCounter
 from espnx.rag.prompt import Wording, quoted
 from espnx.rag.stop import Stop
 from tests.retrieval.common import build, toy_encoder
@@ -288,7 +290,7 @@ def test_a_deadline_ends_composing(
 ) -> None:
     """It has passed when the second passage is to be computed: what is whole by then stays, and
     the next question goes on from there."""
-    computed, original = list[int](), PassageKV._pass
+    computed, original = list[int](), PassageModel.run
     left_s = Stop.left_s
 
     def counted(self: Any, cache: Any, ids: Any, positions: Any = None) -> None:
@@ -298,7 +300,7 @@ def test_a_deadline_ends_composing(
     def left(self: Stop, most: float) -> float:
         return 0.0 if len(computed) == 2 else left_s(self, most)
 
-    monkeypatch.setattr(PassageKV, "_pass", counted)
+    monkeypatch.setattr(PassageModel, "run", counted)
     monkeypatch.setattr(Stop, "left_s", left)
     with espnx.Rag(
         index, model, tokenizer, kv=tmp_path / "kv", wording=RECALL, max_new_tokens=2

@@ -21,7 +21,7 @@ pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])"
 
 from espnx.importers.chunks import count_words
 from espnx.rag.answer import Answer, LeftOut, Reference
-from espnx.rag.generation import TextCounter
+from espnx.rag.pieces import TextCounter
 from espnx.rag.prompt import body_of, quoted
 from espnx.rag.stop import Stop
 from espnx.retrieval.search.result import Hit, SearchResult

@@ -16,7 +16,7 @@ from espnx.errors import InvalidInputError
 
 from ...harness.processes import Worker
 from ...harness.registry import Say
-from ...harness.result import Row
+from ...harness.result import Row, untimed
 from ...machine.cgroup import MemoryGroup, memory_group
 from ..options import Options
 from ..systems.models import DTYPES, Task
@@ -178,21 +178,12 @@ def _rows_of_acceptance(
     for name in SYSTEMS:
         if name == ONE_BY_ONE:
             continue
-        yield Row(
-            case="kv",
-            params=params,
-            system=name,
-            kind="measured",
-            requested_path=path,
-            effective_path=path,
+        yield untimed(
+            "kv",
+            params,
+            name,
+            path=path,
             cache="warm" if "buffered" in path else "cold",
-            n=0,
-            median_s=None,
-            p99_s=None,
-            iqr_s=None,
-            bytes_asked=0,
-            bytes_moved=0,
-            correct=True,
             metrics=_forced(worker, name, say),
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...harness.processes import Worker
 from ...harness.registry import Say
-from ...harness.result import Row
+from ...harness.result import Row, found_wrong
 from ...harness.runner import Sample, compare
 from ...io.content import ensure_file
 from ...io.fio import FioSystem, variants
@@ -256,24 +256,9 @@ def timed(
                 row = dataclasses.replace(row, metrics={**row.metrics, **more})
             if problem := systems[row.system].problem():
                 say(f"WRONG RESULT of {row.system}: {problem}. Its times are dropped.")
-                row = _without_times(row)
+                row = found_wrong(row)
         found.append(row)
     return found
-
-
-def _without_times(row: Row) -> Row:
-    return dataclasses.replace(
-        row,
-        n=0,
-        median_s=None,
-        p99_s=None,
-        iqr_s=None,
-        bytes_asked=0,
-        bytes_moved=0,
-        correct=False,
-        metrics={},
-        ratio={},
-    )
 
 
 def _fio_systems(options: Options, size_bytes: int, storage: Path, say: Say) -> list[FioSystem]:

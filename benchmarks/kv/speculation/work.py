@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, DynamicCache
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.speculation.generate import generate
+from espnx.integrations.transformers.speculation.undecided import Undecided
 from espnx.kv.draft.lookup import continuation
 from espnx.kv.draft.rows import tier_of
 from espnx.kv.draft.sources import LOOKUP
@@ -234,11 +235,12 @@ class SpeculationWork:
         with self._kept(system, 1) as cache:
             make_tier = tier_of(cache.draft)
             cache.store.propose(make_tier)
+            undecided = Undecided(cache.passes)
             try:
                 at = self.context
                 if make_tier is not None:  # names pages, as the first pass of any text does
                     self._pass(cache, ids[:, at : at + 1])
-                    cache.passes.accept(1, [1])
+                    undecided.accept(1, [1])
                     at += 1
                 asked = _asked(cache)
                 while at < self.context + self.positions:
@@ -248,11 +250,11 @@ class SpeculationWork:
                     said = self._pass(cache, ids[:, at : at + GAMMA + 1])
                     kept = counts.add(proposed, said)
                     counts.whole_bytes += kept * self.task.kv_bytes(at) // self.task.batch
-                    cache.passes.accept(GAMMA + 1, [kept])
+                    undecided.accept(GAMMA + 1, [kept])
                     at += kept
                 memory_bytes = cache.store.tier_bytes
             finally:
-                cache.passes.settle()
+                undecided.settle()
             share_asked = (_asked(cache) - asked) / counts.whole_bytes
             cache.crop(self.context - cache.get_seq_length())
         return {
@@ -276,7 +278,7 @@ class SpeculationWork:
     def _proposed(self, cache: KVCache, ids: torch.Tensor, at: int, *, by_model: bool) -> list[int]:
         if not by_model:
             return continuation(ids[0, : at + 1].numpy(), GAMMA)
-        with cache.passes.drafting():
+        with Undecided(cache.passes).drafting():
             return [self._pass(cache, ids[:, at + i : at + i + 1])[0] for i in range(GAMMA)]
 
     def _pass(self, cache: KVCache, ids: torch.Tensor) -> list[int]:

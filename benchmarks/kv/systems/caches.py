@@ -177,7 +177,7 @@ class EspnxDecoder(HFDecoder):
 
     def seed_layer(self, number: int) -> None:
         layer, (k, v) = self.cache.layers[number], self.rows.kv(number)
-        if self.cache.store.x_rows:
+        if self.cache.store.rows.x_rows:
             layer.input = LayerInput(
                 self.rows.modules[number], self.rows.x(number), self.rows.rotations
             )

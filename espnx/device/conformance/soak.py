@@ -113,6 +113,71 @@ class _Look:
     tail: RowsInMemory | None = None
 
 
+@contextmanager
+def _asked_from_another_thread(rows: RowDevice) -> Iterator[None]:
+    """What any thread may ask at any time."""
+    done, wrong = Event(), list[Exception]()
+
+    def ask() -> None:
+        try:
+            while not done.wait(0.002):
+                rows.front(), rows.stats(), rows.path_report()
+        except Exception as error:
+            wrong.append(error)
+
+    thread = Thread(target=ask, name="espnx soak", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    for error in wrong:
+        raise errors.NotConformingError(
+            "`front`, `stats` and `path_report` in another thread",
+            got=f"{type(error).__name__}: {error}",
+        )
+
+
+@dataclass
+class _Counters:
+    """What a device's counters of bytes must say, by what it was asked so far.
+
+    Attributes:
+        stored: that segments hold now.
+        put, joined: that were written; whether a device counts those of `join` is its own affair.
+        asked_least, asked_most: that were read: rows that several sequences look at may be read
+            once for all of them, and what nobody came for may not have been read.
+    """
+
+    stored: int = 0
+    put: int = 0
+    joined: int = 0
+    asked_least: int = 0
+    asked_most: int = 0
+
+    def check(self, rows: RowDevice) -> None:
+        """Raises NotConformingError."""
+        found = rows.stats()
+        require(
+            found.stored_bytes == self.stored,
+            "bytes stored",
+            got=found.stored_bytes,
+            expected=self.stored,
+        )
+        for name, least, most in (
+            ("bytes_written", self.put, self.put + self.joined),
+            ("bytes_asked", self.asked_least, self.asked_most),
+        ):
+            counted = getattr(found, name)
+            require(
+                least <= counted <= most,
+                name,
+                got=counted,
+                expected=least if least == most else f"{least} to {most}",
+            )
+
+
 class _Life:
     """A device from its opening to its end."""
 
@@ -135,7 +200,7 @@ class _Life:
         self._line = deque[_Look]()
         # (a result, what it was)
         self._results = deque[tuple[torch.Tensor, torch.Tensor]](maxlen=6)
-        self._stored = self._put = self._joined = self._asked_least = self._asked_most = 0
+        self._bytes = _Counters()
         self._kinds = [self._drawn.kind() for _ in range(3)]
 
     def run(self, calls: float, ends: float) -> None:
@@ -143,7 +208,7 @@ class _Life:
             self._ask: 50, self._serve: 52, self._put_rows: 8, self._release: 6, self._join: 2,
             self._show_unseen: 1, self._wait: 1, self._forget: 1,
         }  # fmt: skip
-        with self._asked_from_another_thread():
+        with _asked_from_another_thread(self._rows):
             while self._made.total() < calls and time.monotonic() < ends:
                 (step,) = self._draws.choices(list(steps), list(steps.values()))
                 step()
@@ -159,7 +224,7 @@ class _Life:
                 while part:
                     self._let_go(part, part[-1])
         self._rows.flush()
-        self._check_counters()
+        self._bytes.check(self._rows)
 
     def _call(self, name: str) -> None:
         self._made[name] += 1
@@ -201,8 +266,9 @@ class _Life:
             stored += found
             kind.unseen.update(found)
             size_bytes = sum(each.size_bytes for each in segments)
-            self._stored, self._put = self._stored + size_bytes, self._put + size_bytes
-        self._check_counters()
+            self._bytes.stored += size_bytes
+            self._bytes.put += size_bytes
+        self._bytes.check(self._rows)
 
     def _join(self) -> None:
         kind = self._draws.choice(self._kinds)
@@ -235,11 +301,9 @@ class _Life:
         )
         stored.append(found)
         kind.unseen.add(found)
-        self._stored, self._joined = (
-            self._stored + joined.size_bytes,
-            self._joined + joined.size_bytes,
-        )
-        self._check_counters()
+        self._bytes.stored += joined.size_bytes
+        self._bytes.joined += joined.size_bytes
+        self._bytes.check(self._rows)
 
     def _release(self) -> None:
         kind = self._draws.choice(self._kinds)
@@ -250,13 +314,13 @@ class _Life:
         free = [each for each in stored if each not in busy and each not in kind.unseen]
         if free:
             self._let_go(stored, self._draws.choice(free))
-            self._check_counters()
+            self._bytes.check(self._rows)
 
     def _let_go(self, stored: list[Kept], each: Kept) -> None:
         self._call("release")
         self._rows.release(each.segment)
         stored.remove(each)
-        self._stored -= each.segment.size_bytes
+        self._bytes.stored -= each.segment.size_bytes
 
     def _wait(self) -> None:
         self._call("flush")
@@ -266,26 +330,6 @@ class _Life:
                 all(self._rows.is_written(each.segment) for part in kind.stored for each in part),
                 "is_written after a flush",
                 got=False,
-            )
-
-    def _check_counters(self) -> None:
-        found = self._rows.stats()
-        require(
-            found.stored_bytes == self._stored,
-            "bytes stored",
-            got=found.stored_bytes,
-            expected=self._stored,
-        )
-        for name, least, most in (
-            ("bytes_written", self._put, self._put + self._joined),
-            ("bytes_asked", self._asked_least, self._asked_most),
-        ):
-            counted = getattr(found, name)
-            require(
-                least <= counted <= most,
-                name,
-                got=counted,
-                expected=least if least == most else f"{least} to {most}",
             )
 
     # --- rows are looked at ---
@@ -325,7 +369,7 @@ class _Life:
             len(each.use.segment.heads) * layout.blocks(each.use.n_rows) * layout.block_bytes
             for each in seen
         ]
-        self._asked_most += sum(sizes)
+        self._bytes.asked_most += sum(sizes)
 
     def _serve(self) -> None:
         if not self._line:
@@ -340,7 +384,7 @@ class _Life:
         for each in look.seen:
             used[each.kept] = max(used.get(each.kept, 0), each.use.n_rows)
         for each_kept, n in used.items():
-            self._asked_least += (
+            self._bytes.asked_least += (
                 len(each_kept.segment.heads) * look.layout.blocks(n) * look.layout.block_bytes
             )
         self._line.popleft()
@@ -351,7 +395,7 @@ class _Life:
             got=front,
             expected=expected,
         )
-        self._check_counters()
+        self._bytes.check(self._rows)
 
     def _visit(self, look: _Look) -> None:
         shown = ShownRows(look.layout, look.seen)
@@ -400,28 +444,3 @@ class _Life:
             got=self._rows.front(),
             expected=-1,
         )
-
-    @contextmanager
-    def _asked_from_another_thread(self) -> Iterator[None]:
-        """What any thread may ask at any time."""
-        done, wrong = Event(), list[Exception]()
-
-        def ask() -> None:
-            try:
-                while not done.wait(0.002):
-                    self._rows.front(), self._rows.stats(), self._rows.path_report()
-            except Exception as error:
-                wrong.append(error)
-
-        thread = Thread(target=ask, name="espnx soak", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-        for error in wrong:
-            raise errors.NotConformingError(
-                "`front`, `stats` and `path_report` in another thread",
-                got=f"{type(error).__name__}: {error}",
-            )

@@ -12,7 +12,7 @@ from ... import errors
 from ..kinds import KINDS, ROWS, PartKind
 from ..model.spec import DeviceSpec, load_spec
 from ..near_storage import NearStorageDevice
-from ..rows.ssd import SsdRowDevice
+from ..rows.data_file import check_place
 from ..vectors.encoding import Encoding, encode_on_host
 from ..workers import Clock
 from .costs import check_latency, figures_of
@@ -64,7 +64,7 @@ class EmulatedDevice(NearStorageDevice):
         self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None
     ) -> None:
         """See `NearStorageDevice`."""
-        SsdRowDevice.check(directory or self.path, engine=engine, name=name)
+        check_place(directory or self.path, engine=engine, name=name)
 
     def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
         """See `NearStorageDevice`. Of rows, `compute` may be anything: results go where the queries

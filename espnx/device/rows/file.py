@@ -3,11 +3,8 @@ which reads a ticket needs."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import uuid
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +13,8 @@ import torch
 
 from ... import errors
 from ...ops.attention import Queries, RowsInMemory
-from ...ops.crc32c import crc32c_ranges
 from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle
-from ...storage.files import make_given_directory
 from ..command import Part
 from ..interface import (
     READ_AHEAD_BYTES,
@@ -32,8 +27,9 @@ from ..interface import (
 )
 from ..row_layout import RowLayout
 from ..sums import SumsMemory
-from .space import FileSegment, FileSpace, file_segment
-from .writes import PutWrite, Write, Writing, wait_over
+from .data_file import DataFile
+from .space import FileSegment, FileSpace, WritesBehind, file_segment
+from .writes import Write, Writing, wait_over
 
 #: What a ticket reads of a segment: csrc/device/row_plan.hpp's RowSegment, with the checksums as
 #: numbers: they are those of array `sums` of the arrays that come along, from `first_sum` on.
@@ -58,9 +54,6 @@ SEGMENT_READ = np.dtype(
 #: Starts a write by the first argument; its plan; whether it is of rows that the device has
 #: already.
 Starts = Callable[[Callable[[], Writing], Plan, bool], Writing]
-#: Closing a device whose engine is the caller's waits for so long for what is in flight to a file
-#: that stays.
-CLOSE_S = 5.0
 #: One read. Requests of 1 MiB have more memory segments than many drives take; 960 KiB is as fast
 #: and is not split.
 UNIT_BYTES = 960 << 10
@@ -113,35 +106,22 @@ class RowFileDevice(Part, ABC):
         starts: Starts | None = None,
     ):
         self.directory = os.fspath(directory)
-        self._owns_engine = isinstance(engine, str)
-        self.engine = (
-            NativeEngine(engine, pool_bytes=read_ahead_bytes + (8 << 20))
-            if isinstance(engine, str)
-            else engine
-        )
-        self._deadline_s, self._write_behind_bytes, self.read_ahead_bytes = (
-            deadline_s,
-            write_behind_bytes,
-            read_ahead_bytes,
-        )
-        self._closed, self._starts, self._stays = False, starts, name is not None
-        self.may_land = False
+        self._data = DataFile(directory, name, engine, read_ahead_bytes + (8 << 20))
+        self.engine, self._file = self._data.engine, self._data.handle
+        self._deadline_s, self.read_ahead_bytes = deadline_s, read_ahead_bytes
+        self._closed, self.may_land = False, False
         try:
-            self._file = self._open(name)
             try:
-                self.space = FileSpace(self.engine, self._file, reserve_bytes)
-            except BaseException:
-                self.engine.close_file(self._file)
-                raise
+                self._begin_reads(self._file)
+            finally:
+                self._data.unname()
+            self.space = FileSpace(self.engine, self._file, reserve_bytes)
         except BaseException:
             self._end_reads()
-            if self._owns_engine:
-                self.engine.close()
+            self._data.close()
             raise
-        self._writing: deque[tuple[FileSegment, int]] = deque()
-        self._late = list[PutWrite]()  # failed, of nobody, and still in flight
-        self._writing_bytes = self._bytes_written = self._write_requests = 0
-        self._sums = SumsMemory()
+        self._writes = WritesBehind(self.space, self._file, write_behind_bytes)
+        self._starts, self._sums = starts, SumsMemory()
 
     # --- what subclasses bring ---
 
@@ -176,41 +156,6 @@ class RowFileDevice(Part, ABC):
 
     # --- the file ---
 
-    @classmethod
-    def check(
-        cls,
-        directory: str | os.PathLike[str],
-        *,
-        engine: NativeEngine | str = "auto",
-        name: str | None = None,
-    ) -> None:
-        """Raises what opening would raise of the directory and of the path, and leaves nothing
-        there but the directory."""
-        path = _data_path(directory, name)
-        is_new = not os.path.exists(path)
-        _create(path)
-        if is_new:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        if isinstance(engine, str) and engine != "auto":  # which can be had everywhere
-            NativeEngine(engine, pool_bytes=0).close()
-
-    def _open(self, name: str | None) -> FileHandle:
-        path = _data_path(self.directory, name)
-        _create(path)
-        try:
-            file = self.engine.open(path, "r+")
-            try:
-                self._begin_reads(file)
-            except BaseException:
-                self.engine.close_file(file)
-                raise
-            return file
-        finally:
-            if name is None:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-
     def path_report(self) -> Sequence[FilePath]:
         """See `Device`."""
         return (self._path,)
@@ -242,31 +187,28 @@ class RowFileDevice(Part, ABC):
                 FileSegment(layout, heads, n_rows, 0, np.empty((len(heads), 0), np.uint32))
                 for _ in range(n_sequences)
             ]
-        self._settle(self._write_behind_bytes - total_bytes)
-        offset = self.space.extents.take(total_bytes)
-        try:
-            plan = Plan.of(self._file, [offset], [total_bytes], [0])
-            each = len(heads) * blocks
-            every_sum, first = self._sums.take(n_sequences * each)
-            sums = every_sum[first : first + n_sequences * each].reshape(
-                n_sequences, len(heads), blocks
-            )
-            writing = self._begin_write(layout, k, v, sums, plan)
-        except BaseException:
-            self.space.give_back(offset, total_bytes)
-            raise
-        shared = PutWrite(writing, n_sequences)
-        found = [
-            FileSegment(
-                layout, heads, n_rows, offset + i * each_bytes, every_sum, first + i * each, shared
-            )
-            for i in range(n_sequences)
-        ]
-        self._writing.extend((segment, each_bytes) for segment in found)
-        self._writing_bytes += total_bytes
-        self._bytes_written += total_bytes
-        self._write_requests += 1
-        return found
+        each = len(heads) * blocks
+        every_sum, first = self._sums.take(n_sequences * each)
+        sums = every_sum[first : first + n_sequences * each].reshape(
+            n_sequences, len(heads), blocks
+        )
+        place, shared = self._writes.begin(
+            total_bytes, n_sequences, lambda plan: self._begin_write(layout, k, v, sums, plan)
+        )
+        return self._writes.add(
+            [
+                FileSegment(
+                    layout,
+                    heads,
+                    n_rows,
+                    place + i * each_bytes,
+                    every_sum,
+                    first + i * each,
+                    shared,
+                )
+                for i in range(n_sequences)
+            ]
+        )
 
     def join(self, segments: Sequence[Segment]) -> FileSegment:
         """See `RowDevice`. Reads them, checks them, and starts writing them one after another."""
@@ -293,25 +235,17 @@ class RowFileDevice(Part, ABC):
             parts, sizes.tolist(), (np.cumsum(sizes) - sizes).tolist(), strict=True
         ):
             blocks, end = read[at : at + size], begin + segment.n_blocks
-            self._check_blocks(segment, blocks)
+            segment.check(blocks, self.space.path)
             memory[:, begin:end] = blocks.view(len(heads), -1, layout.block_bytes)
             sums[:, begin:end] = segment.sums
             begin = end
-        self._settle(self._write_behind_bytes - size_bytes)
-        place = self.space.extents.take(size_bytes)
-        try:
-            writing = self._write(
-                Plan.of(self._file, [place], [size_bytes], [0]), memory.view(-1), is_copy=True
-            )
-        except BaseException:
-            self.space.give_back(place, size_bytes)
-            raise
+        place, writing = self._writes.begin(
+            size_bytes, 1, lambda plan: self._write(plan, memory.view(-1), is_copy=True)
+        )
         n_rows = sum(segment.n_rows for segment in parts)
-        found = FileSegment(layout, heads, n_rows, place, every_sum, first, PutWrite(writing, 1))
-        self._writing.append((found, size_bytes))
-        self._writing_bytes += size_bytes
-        self._bytes_written += size_bytes
-        self._write_requests += 1
+        (found,) = self._writes.add(
+            [FileSegment(layout, heads, n_rows, place, every_sum, first, writing)]
+        )
         return found
 
     def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
@@ -322,73 +256,19 @@ class RowFileDevice(Part, ABC):
 
         return start() if self._starts is None else self._starts(start, plan, is_copy)
 
-    def _check_blocks(self, segment: FileSegment, blocks: torch.Tensor) -> None:
-        """Raises ChecksumError unless a segment's blocks are those that were written."""
-        size_bytes, wanted = segment.layout.block_bytes, segment.sums.reshape(-1)
-        offsets = torch.arange(0, blocks.numel(), size_bytes)
-        found = crc32c_ranges(blocks, offsets, torch.full_like(offsets, size_bytes)).numpy()
-        for i in np.flatnonzero(found != wanted)[:1].tolist():
-            raise errors.ChecksumError(
-                "stored rows are damaged",
-                path=self.space.path,
-                offset_bytes=segment.place + i * size_bytes,
-                size_bytes=size_bytes,
-                got=f"CRC32C {found[i]}",
-                expected=f"CRC32C {wanted[i]}",
-            )
-
-    def _settle(self, keep_bytes: int) -> None:
-        """Waits for writes until at most `keep_bytes` are under way."""
-        self._free_late()
-        while self._writing and (
-            self._writing_bytes > max(keep_bytes, 0) or self._writing[0][0].writing is None
-        ):
-            segment, size_bytes = self._writing[0]
-            # raises what the write raised; the segment stays in line, and its rows are written
-            # again
-            self._wait(segment)
-            self._writing.popleft()
-            self._writing_bytes -= size_bytes
-
-    def _wait(self, segment: FileSegment) -> None:
-        """Waits until the segment's rows are in the file. Raises what its write raised."""
-        if segment.writing is not None:
-            segment.writing.wait()
-            self._give_back(segment.writing.settle())
-            segment.writing = None
-
     def written(self, segment: Segment) -> FileSegment:
         """A segment of this device, once its rows are in the file. Raises what its write raised."""
         mine = file_segment(segment)
-        self._wait(mine)
+        self._writes.wait(mine)
         return mine
-
-    def _give_back(self, places: Sequence[tuple[int, int]]) -> None:
-        for place, size_bytes in places:
-            self.space.give_back(place, size_bytes)
-
-    def _free_late(self) -> None:
-        """Gives back the places where nothing can land any more."""
-        for each in self._late:
-            self._give_back(each.free())
-        self._late = [each for each in self._late if each.is_late]
 
     def is_written(self, segment: Segment) -> bool:
         """See `RowDevice`."""
-        mine = file_segment(segment)
-        if mine.writing is not None and mine.writing.done():
-            self._wait(mine)
-        return mine.writing is None
+        return self._writes.is_written(file_segment(segment))
 
     def release(self, segment: Segment) -> None:
         """See `RowDevice`."""
-        mine = file_segment(segment)
-        if mine.size_bytes and not mine.is_lent:
-            place, writing = (mine.place, mine.size_bytes), mine.writing
-            self._give_back([place] if writing is None else writing.leave(place))
-            if writing is not None and writing.is_late:
-                self._late.append(writing)
-            mine.writing = None
+        self._writes.release(file_segment(segment))
 
     # --- reads ---
 
@@ -400,17 +280,14 @@ class RowFileDevice(Part, ABC):
     def table(self, views: Sequence[SegmentView]) -> tuple[np.ndarray, list[np.ndarray]]:
         """What `push` is given. The checksums are not copied: every ticket that waits in line would
         hold those of what it reads."""
-        number, pieces, table = (
-            self._file.number,
-            dict[int, tuple[int, np.ndarray]](),
-            np.empty(len(views), SEGMENT_READ),
-        )
+        pieces = dict[int, tuple[int, np.ndarray]]()
+        table = np.empty(len(views), SEGMENT_READ)
         for row, view in enumerate(views):
             segment = self.written(view.segment)
             heads = segment.heads
             piece, _ = pieces.setdefault(id(segment.every_sum), (len(pieces), segment.every_sum))
             table[row] = (
-                number,
+                self._file.number,
                 segment.place,
                 view.sequence,
                 heads.start,
@@ -441,7 +318,7 @@ class RowFileDevice(Part, ABC):
     def flush(self) -> None:
         """See `RowDevice`."""
         self.check_open()
-        self._settle(0)
+        self._writes.settle(0)
 
     def sync(self) -> None:
         """See `RowDevice`."""
@@ -454,9 +331,9 @@ class RowFileDevice(Part, ABC):
         return DeviceStats(
             bytes_asked=stream["bytes_asked"],
             bytes_moved=stream["bytes_moved"],
-            bytes_written=self._bytes_written,
+            bytes_written=self._writes.bytes_begun,
             read_requests=stream["read_requests"],
-            write_requests=self._write_requests,
+            write_requests=self._writes.count,
             waiting_s=stream["waiting_s"],
             computing_s=stream["computing_s"],
             ahead_bytes=stream.get("ahead_bytes", 0),
@@ -474,45 +351,9 @@ class RowFileDevice(Part, ABC):
             return
         self._closed = True
         self.forget()
-        under_way = {id(each): each for each in self._late}
-        for each in self._late:
-            each.cancel()
-        for segment, _ in self._writing:
-            if segment.writing is not None:
-                segment.writing.cancel()
-                under_way[id(segment.writing)] = segment.writing
-                segment.writing = None  # it has the data file open, and with it its space
-        self._writing.clear()
-        self._late.clear()
+        writes = self._writes.cancel()
         self._end_reads()
         try:
-            if self._owns_engine:
-                self.engine.close()
-            else:
-                if self._stays:
-                    wait_over(under_way.values(), CLOSE_S)
-                with contextlib.suppress(errors.EngineClosedError):  # which closed its files
-                    self.engine.close_file(self._file)
+            self._data.close(writes)
         finally:
-            self.may_land = self._stays and not wait_over(under_way.values(), 0.0)
-
-
-def _data_path(directory: str | os.PathLike[str], name: str | None) -> str:
-    return os.path.join(os.fspath(directory), name or f".espnx-{uuid.uuid4().hex}")
-
-
-def _create(path: str) -> None:
-    """Makes an empty file, and its directory, where there is none. Raises WriteError;
-    InvalidInputError where no directory is above it."""
-    make_given_directory(os.path.dirname(path))
-    try:
-        # Rows can be turned back into the text they came from: nobody else may read them.
-        fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-        try:
-            os.fchmod(fd, 0o600)  # it may have been there
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise errors.WriteError(
-            "cannot create the file for rows", path=path, errno=error.errno
-        ) from error
+            self.may_land = self._data.stays and not wait_over(writes, 0.0)

@@ -15,7 +15,6 @@ from ... import errors
 from ...checks import check_whole, plain
 from ...sizes import parse_size
 from ...storage import FaultRule
-from ...storage.files import write_error
 from ...storage.lock import DirectoryLock
 from ...storage.manifest import write_manifest
 from ...storage.native import given_engine
@@ -23,7 +22,8 @@ from ...suggestions import suggests_keywords
 from ..format import MAGIC, N_MAX, ROWS_MAX, GraphFacts
 from ..index import GraphIndex
 from ..options import stored_rows
-from ..updates.log import ADD, DELETE, Change, header_of, log_path, read_log, record_of
+from ..updates.log import ADD, DELETE, Change, empty_log, read_log
+from ..updates.log_writer import DURABILITIES, LogWriter
 from ..updates.pending import Pending
 from ..updates.search import in_pages
 from ..vectors import as_array
@@ -31,8 +31,6 @@ from ..write import Progress
 from .measuring import measured_again
 from .merge import merge_changes
 
-#: When an addition or a deletion is acknowledged, which is when its call returns.
-DURABILITIES = ("each", "group", "none")
 #: Whether a merge measures again what searches find.
 MEASURES = ("auto", "always", "never")
 _PENDING_BYTES = "64MiB"
@@ -84,13 +82,10 @@ class GraphWriter(GraphIndex):
             raise errors.InvalidInputError(
                 "durability", got=repr(durability), expected=", ".join(DURABILITIES)
             )
-        self._durability = durability
         self._limit_bytes, self._memory_bytes = parse_size(pending_bytes), parse_size(memory)
         check_whole("pending_bytes", self._limit_bytes, _PENDING_MIN, 1 << 40)
         check_whole("memory of a merge", self._memory_bytes, _MERGE_MIN, 1 << 50)
-        self._changing, self._syncing = threading.RLock(), threading.Lock()
-        self._broken: BaseException | None = None
-        self._log_file: int | None = None
+        self._changing = threading.RLock()
         with contextlib.ExitStack() as opened:
             if not os.path.isdir(path):
                 raise errors.StoreNotFoundError("no graph is there", path=path)
@@ -108,9 +103,10 @@ class GraphWriter(GraphIndex):
             opened.callback(super().close)
             log = read_log(self.facts)
             self.torn_bytes = log.torn_bytes
-            self._number, self._synced, self._end_bytes = log.number, 0, log.end_bytes
-            opened.callback(self._close_log)
-            self._sync_all(log.path)
+            self._durability = durability
+            self._log = LogWriter(self.facts, log, durability)
+            opened.callback(lambda: self._log.close())  # noqa: PLW0108 - a merge makes another
+            self._log.sync_found()
             self._opened_writer = opened.pop_all()
 
     def add(self, vectors: Any, ids: Any = None) -> np.ndarray:
@@ -134,7 +130,8 @@ class GraphWriter(GraphIndex):
         """
         rows = self._stored(vectors)
         with self._changing:
-            self._check_whole()
+            self.check_open()
+            self._log.check()
             pages, pending = self._now
             chosen = self._chosen(ids, len(rows), pending)
             if ids is not None and len(chosen):
@@ -148,7 +145,7 @@ class GraphWriter(GraphIndex):
                         fix="delete it first",
                     )
             number = self._changed(Change(ADD, chosen, rows), pending.added(chosen, rows))
-        self._acknowledge(number)
+        self._log.acknowledge(number)
         self._merge_if_full()
         return chosen
 
@@ -164,7 +161,8 @@ class GraphWriter(GraphIndex):
         """
         chosen = _whole_numbers(ids)
         with self._changing:
-            self._check_whole()
+            self.check_open()
+            self._log.check()
             pages, pending = self._now
             is_there = pending.places_of(chosen) >= 0
             is_there |= in_pages(pages, pending, chosen, _DEADLINE_S)
@@ -175,7 +173,7 @@ class GraphWriter(GraphIndex):
                     expected="ids of vectors that are there",
                 )
             number = self._changed(Change(DELETE, chosen, None), pending.deleted(chosen))
-        self._acknowledge(number)
+        self._log.acknowledge(number)
         self._merge_if_full()
         return len(chosen)
 
@@ -213,7 +211,8 @@ class GraphWriter(GraphIndex):
             )
         progress = progress or _no_progress
         with self._changing:
-            self._check_whole()
+            self.check_open()
+            self._log.check()
             pages, pending = self._now
             if not pending.stamp:
                 if measure == "always":
@@ -221,14 +220,14 @@ class GraphWriter(GraphIndex):
                 return False
             try:
                 merge_changes(pages, pending, self._memory_bytes, measure, progress)
-                self._close_log()
+                self._log.close()
                 self._now = self._opened()
             except BaseException as error:
                 # the new pages may be there all the same: nobody reads this log any more
                 if self._may_be_merged(pages.facts):
-                    self._broken = error
+                    self._log.broken = error
                 raise
-            self._number = self._synced = self._end_bytes = 0
+            self._log = LogWriter(self.facts, empty_log(self.facts), self._durability)
             return True
 
     def _may_be_merged(self, facts: GraphFacts) -> bool:
@@ -261,15 +260,6 @@ class GraphWriter(GraphIndex):
     def _merge_if_full(self) -> None:
         if self.pending.size_bytes > self._limit_bytes:
             self.merge()
-
-    def _check_whole(self) -> None:
-        self.check_open()
-        if self._broken is not None:
-            raise errors.StateError(
-                "the log or a merge of a graph failed before",
-                got=str(self._broken) or type(self._broken).__name__,
-                fix="close the graph, and open it again",
-            )
 
     def _stored(self, vectors: Any) -> np.ndarray:
         """Vectors as the log and the pages have them, [m, dim]. Raises InvalidInputError."""
@@ -330,81 +320,9 @@ class GraphWriter(GraphIndex):
         nothing to change."""
         if not len(change.ids):
             return 0
-        data = record_of(change, self._number + 1, self._synced)
-        if self._end_bytes == 0:
-            data = header_of(self.facts) + data
-        self._append(data)
-        self._number += 1
-        if self._durability == "each":
-            self._sync(self._number)
+        number = self._log.append(change)
         self._now = self._now[0], after
-        return self._number
-
-    def _append(self, data: bytes) -> None:
-        path = log_path(self.facts)
-        try:
-            if self._log_file is None:
-                self._log_file = _opened_log(path)
-            os.ftruncate(self._log_file, self._end_bytes)  # what was torn
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._log_file, data[done:], self._end_bytes + done)
-        except OSError as error:
-            if isinstance(error, errors.EspnxError):
-                raise
-            if self._log_file is not None:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._log_file, self._end_bytes)
-            raise write_error("cannot write the log of a graph", path, error) from error
-        self._end_bytes += len(data)
-
-    def _acknowledge(self, number: int) -> None:
-        if self._durability == "group" and number:
-            self._sync(number)
-
-    def _sync(self, number: int) -> None:
-        """Brings the log to the device up to that record, with whatever is behind it by then."""
-        with self._syncing:
-            if self._synced >= number or self._log_file is None:
-                return  # another thread's did; or a merge has
-            last = self._number
-            try:
-                os.fdatasync(self._log_file)
-            except OSError as error:
-                path = log_path(self.facts)
-                failed = write_error("cannot synchronise the log of a graph", path, error)
-                self._broken = failed  # nobody knows what is on the device
-                raise failed from error
-            self._synced = max(self._synced, last)
-
-    def _sync_all(self, path: str) -> None:
-        """Brings what other writers have left in the log to the device, so that damage to it is
-        told from a change that was not written to its end."""
-        if self._number:
-            try:
-                self._log_file = _opened_log(path)
-            except OSError as error:
-                raise write_error("cannot open the log of a graph", path, error) from error
-            self._sync(self._number)
-
-    def _close_log(self) -> None:
-        with self._syncing:
-            if self._log_file is not None:
-                os.close(self._log_file)
-                self._log_file = None
-
-
-def _opened_log(path: str) -> int:
-    """A descriptor of the log, whose name is on the device."""
-    is_new = not os.path.lexists(path)
-    found = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    if is_new:
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    return found
+        return number
 
 
 def _whole_numbers(ids: Any) -> np.ndarray:

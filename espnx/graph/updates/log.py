@@ -81,6 +81,11 @@ def log_path(facts: GraphFacts) -> str:
     return os.path.join(facts.where, versioned(CHANGES, facts.generation))
 
 
+def empty_log(facts: GraphFacts) -> Log:
+    """A log that has no file yet."""
+    return Log(log_path(facts), [], 0, 0, 0)
+
+
 def header_of(facts: GraphFacts) -> bytes:
     """The first bytes of a graph's log."""
     made = np.zeros(1, HEADER)
@@ -126,7 +131,7 @@ def read_log(facts: GraphFacts) -> Log:
         with open(path, "rb") as file:
             data = file.read()
     except FileNotFoundError:
-        return Log(path, [], 0, 0, 0)
+        return empty_log(facts)
     except OSError as error:
         if isinstance(error, errors.EspnxError):
             raise

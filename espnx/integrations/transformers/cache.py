@@ -9,13 +9,9 @@ hold little stay the framework's own, in memory.
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,19 +26,13 @@ from ...kv.draft.rows import tier_of
 from ...kv.options import CacheOptions
 from ...kv.schedule import Decision
 from ...kv.striping import Storage, directories_of
-from ...sizes import parse_size
-from ...storage.engine import paths_of, reasons_of
-from ...suggestions import CALL_FRAMES, suggests_keywords
+from ...suggestions import suggests_keywords
 from .draft_option import draft_of
-from .forward.layers import StoredLayer, bytes_of, layers_of, why_not_cropped
-from .forward.schedule import XRows
+from .forward.layers import layers_on
 from .forward.state import PassState
 from .graphs import outside_graphs
-from .identity import fingerprint as fingerprints
-from .kept import KeptState
-from .summary import summary
-
-log = logging.getLogger(__name__)
+from .kept import KeptAs
+from .summary import counters, summary
 
 
 class KVCache(Cache):
@@ -145,88 +135,32 @@ class KVCache(Cache):
             threads=threads,
             deadline_s=deadline_s,
         )
-        if fingerprint not in fingerprints.KINDS:
-            raise errors.InvalidInputError(
-                "fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS)
-            )
-        if not isinstance(config, PreTrainedConfig):
-            raise errors.InvalidInputError(
-                "KVCache",
-                got=type(config).__name__,
-                expected="a config of transformers",
-                fix="KVCache(model.config, ...)",
-            )
-        if storage is None:
-            storage = directories_on(device)
-        layers = layers_of(config.get_text_config(decoder=True), StoredLayer)
+        kept_as = KeptAs(name, fingerprint, library_bytes)
+        storage = directories_on(device) if storage is None else storage
+        layers = layers_on(storage, config, is_kept=name is not None)
         if x_rows is not None:
             check_whole("x_rows", x_rows, 0)
-        limit_bytes = None if library_bytes is None else parse_size(library_bytes)
-        if library_bytes is not None and name is None:
-            raise errors.InvalidInputError(
-                "library_bytes of a cache without a name",
-                got=library_bytes,
-                fix="KVCache(..., name=...)",
-            )
-        stored = [layer.number for layer in layers if isinstance(layer, StoredLayer)]
-        if name is not None and len(stored) < len(layers):
-            raise errors.InvalidInputError(
-                "a kept cache",
-                got="layers that are not full attention",
-                expected="full attention in every layer",
-                fix="name=None",
-            )
-        log.debug(
-            "%d layers go to %s, %d stay in memory (windows or states)",
-            len(stored),
-            storage,
-            len(layers) - len(stored),
-        )
-        if not stored:
-            warnings.warn(
-                "no layer of this model is full attention alone: nothing of this cache goes to "
-                "SSD, all of it stays in memory",
-                stacklevel=2 + CALL_FRAMES,
-            )
         self.draft = draft_of(draft, draft_memory, draft_read_ahead_bytes, x_rows, config)
         self.assistant = None if draft is None or isinstance(draft, str) else draft
         if tier_of(self.draft) is not None:
             x_rows = 0
         super().__init__(layers=layers)
         self._name, self._storage, self.is_closed = name, directories_of(storage), False
-        self._kept = None if name is None else KeptState(storage, name, fingerprint, limit_bytes)
+        self._kept = kept_as.lock(storage)
         with ExitStack() as undo:  # an error leaves nothing open
             if self._kept is not None:
                 undo.callback(self._kept.name.abandon)
-            directories, names = (
-                (storage, None)
-                if self._kept is None
-                else (self._kept.directories, self._kept.names)
-            )
-            self.store = self._make_store(directories, len(layers), options, names)
+            self.store = self._make_store(storage, len(layers), options)
             undo.callback(self.store.close)
-            self.passes = PassState(
-                layers, self.store, XRows(self.store, stored, x_rows, threads), self._kept
-            )
-            self._continue()
+            self.passes = PassState(layers, self.store, self._kept, x_rows, threads)
+            self.passes.resume()
             undo.pop_all()
 
-    def _make_store(
-        self, directories: Storage, layers: int, options: CacheOptions, names: list[str] | None
-    ) -> SsdCache:
+    def _make_store(self, storage: Storage, n_layers: int, options: CacheOptions) -> SsdCache:
         """The rows of the layers."""
-        return SsdCache(directories, layers, options, names=names)
-
-    def _continue(self) -> None:
-        """Goes on from what was kept under the name, if anything was."""
-        x_rows = self.passes.x
-        tensors = None if self._kept is None else self._kept.open(self.store, x_rows.asked)
-        if tensors is not None:
-            self.passes.text.restore(tensors)
-            x_rows.rotations.restore(tensors)
-            x_rows.asked = self.store.x_rows
-            for layer in self.passes.stored:
-                layer.is_initialized = True
+        if self._kept is None:
+            return SsdCache(storage, n_layers, options)
+        return SsdCache(self._kept.directories, n_layers, options, names=self._kept.names)
 
     @property
     def tokens(self) -> torch.Tensor | None:
@@ -243,7 +177,7 @@ class KVCache(Cache):
     @property
     def lengths(self) -> list[int]:
         """Tokens of each layer on SSD."""
-        return [self.store.length(layer.number) for layer in self.passes.stored]
+        return [self.store.rows.length(layer.number) for layer in self.passes.stored]
 
     # --- what a model asks and tells as it runs ---
 
@@ -274,10 +208,8 @@ class KVCache(Cache):
             "a KVCache and prefix tuning",
             got="a cache that PEFT makes of the prefix, in place of this one",
             expected="no other cache",
-            fix=(
-                "past_key_values=None, or an adapter that leaves the cache alone (LoRA, prompt "
-                "tuning)"
-            ),
+            fix="past_key_values=None, or an adapter that leaves the cache alone (LoRA, prompt "
+            "tuning)",
         )
 
     # --- what generate does to a batch; the framework would do it layer by layer ---
@@ -308,24 +240,10 @@ class KVCache(Cache):
                 expected="a negative number: minus the number of tokens that go",
             )
         self.passes.abort()
-        held = self.get_seq_length()
-        if -tokens_to_remove >= held:
-            if tokens_to_remove:
-                self.reset()
-            return
-        if not tokens_to_remove:
-            for layer in self.passes.in_memory:
-                if getattr(layer, "record_past", False):
-                    layer.crop(0)  # what it recorded is wanted no more
-            return
-        if why := why_not_cropped(self.passes.in_memory, -tokens_to_remove):
-            raise errors.InvalidInputError(
-                f"crop by {-tokens_to_remove} of {held} tokens",
-                got=why,
-                expected="layers that can forget tokens",
-                fix="reset(), and compute the prompt again",
-            )
-        self.passes.crop(held, -tokens_to_remove)
+        if -tokens_to_remove < self.get_seq_length():
+            self.passes.crop(-tokens_to_remove)
+        elif tokens_to_remove:
+            self.reset()
 
     def reset(self) -> None:
         self.passes.abort()
@@ -336,8 +254,8 @@ class KVCache(Cache):
             return "<KVCache: closed>"
         name = "" if self._name is None else f" {self._name!r}"
         return (
-            f"<KVCache{name}: {self.store.sequences} sequences of {self.get_seq_length():,} tokens "
-            f"in {', '.join(self._storage)}>"
+            f"<KVCache{name}: {self.store.rows.sequences} sequences of "
+            f"{self.get_seq_length():,} tokens in {', '.join(self._storage)}>"
         )
 
     def summary(self) -> str:
@@ -351,23 +269,7 @@ class KVCache(Cache):
         (windows, states) and how many bytes these take; how many devices could not attend to, and
         why; how many sequences keep X, what was predicted when that was decided, and the measured
         mean time of a decoding step; what drafts brought."""
-        files = self.store.striped.path_report()
-        return {
-            "tokens": self.get_seq_length(),
-            "sequences": self.store.sequences,
-            **asdict(self.store.striped.stats()),
-            **self.store.attention.stats(),
-            "memory_bytes": self.store.memory_bytes,
-            "effective_path": paths_of(file.effective_path for file in files),
-            "fallback_reason": reasons_of(file.fallback_reason for file in files),
-            "layers_on_ssd": len(self.passes.stored),
-            "layers_in_memory": len(self.passes.in_memory),
-            "layers_in_memory_bytes": bytes_of(self.passes.in_memory),
-            "x_rows": min(self.store.x_rows, self.store.sequences),
-            "decision": None if self.decision is None else self.decision.as_dict(),
-            **self.passes.times.totals(),
-            "speculation": None if self.draft is None else self.draft.as_dict(),
-        }
+        return counters(self.passes, self.draft)
 
     def reuse_prefix(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -382,18 +284,10 @@ class KVCache(Cache):
             attention_mask: [sequences, n], or None.
         """
         self.passes.abort()
-        held, input_ids = self.get_seq_length(), input_ids.cpu()
-        keep = (
-            self.passes.text.common(input_ids, attention_mask, held)
-            if len(input_ids) == self.passes.sequences
-            else 0
-        )
+        held, keep = self.get_seq_length(), self.passes.reusable(input_ids.cpu(), attention_mask)
         if held and not keep:
             self.reset()  # the next batch may have another size
         elif keep < held:
-            if why_not_cropped(self.passes.in_memory, held - keep):
-                self.reset()
-                return 0
             self.crop(keep - held)
         return keep
 
@@ -406,13 +300,7 @@ class KVCache(Cache):
         """
         if self._kept is None:
             raise errors.StateError("save of a cache without a name", fix="KVCache(..., name=...)")
-        self.passes.abort()
-        held = self.get_seq_length()
-        tensors = self.passes.text.tensors(held)
-        # without X rows nothing is computed again, and rotations do not grow with the text
-        if self.store.x_rows:
-            tensors |= self.passes.x.rotations.tensors()
-        self._kept.save(self.store, tensors)
+        self.passes.save()
 
     def close(self) -> None:
         """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is
@@ -429,10 +317,7 @@ class KVCache(Cache):
             self.store.close()
         finally:
             if self._kept is not None:
-                if self.store.striped.may_land:
-                    self._kept.name.hold()
-                else:
-                    self._kept.name.unlock()
+                self._kept.close(may_land=self.store.striped.may_land)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise errors.InvalidInputError(
@@ -448,10 +333,5 @@ class KVCache(Cache):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -127,7 +127,7 @@ def _note_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
 @outside_graphs
 def _note_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = cache_in(kwargs)
-    if isinstance(cache, KVCache) and cache.store.x_rows:
+    if isinstance(cache, KVCache) and cache.store.rows.x_rows:
         layer = cache.layers[module.layer_idx]
         if isinstance(layer, StoredLayer):
             layer.input = LayerInput.of_call(module, args, kwargs)

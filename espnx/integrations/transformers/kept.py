@@ -1,10 +1,11 @@
-"""The kept side of a `KVCache`: its name and lock, the model that it belongs to, what is saved
-beside the rows."""
+"""The kept side of a `KVCache`: as what it is kept, its lock, the model that it belongs to, what is
+saved beside the rows."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,43 @@ from ...kv.kept.folders import KeptName
 from ...kv.kept.library import evict
 from ...kv.kept.state import ROWS_NAME, load, save
 from ...kv.striping import Storage
+from ...sizes import parse_size
 from .identity import fingerprint as fingerprints
 from .identity.watch import Watch
+
+
+@dataclass(frozen=True)
+class KeptAs:
+    """The name of a cache and what goes with it. Checked when it is made: raises InvalidInputError.
+
+    Attributes:
+        name, fingerprint, library_bytes: as of `KVCache`.
+    """
+
+    name: str | None
+    fingerprint: str
+    library_bytes: int | str | None
+
+    def __post_init__(self) -> None:
+        if self.fingerprint not in fingerprints.KINDS:
+            raise errors.InvalidInputError(
+                "fingerprint", got=repr(self.fingerprint), expected=" or ".join(fingerprints.KINDS)
+            )
+        if self.library_bytes is not None:
+            parse_size(self.library_bytes)
+            if self.name is None:
+                raise errors.InvalidInputError(
+                    "library_bytes of a cache without a name",
+                    got=self.library_bytes,
+                    fix="KVCache(..., name=...)",
+                )
+
+    def lock(self, storage: Storage) -> KeptState | None:
+        """Locks the name; None: nothing is kept. Raises what `KeptState` raises."""
+        if self.name is None:
+            return None
+        limit = None if self.library_bytes is None else parse_size(self.library_bytes)
+        return KeptState(storage, self.name, self.fingerprint, limit)
 
 
 class KeptState:
@@ -44,6 +80,14 @@ class KeptState:
         # of the model that was checked last
         self._core: Callable[[], torch.nn.Module | None] = lambda: None
         self._watch: Watch | None = None
+
+    def close(self, *, may_land: bool) -> None:
+        """The cache is closed: another may have the name. Not where a write that was given up
+        `may_land` even now: it stays locked until the process ends."""
+        if may_land:
+            self.name.hold()
+        else:
+            self.name.unlock()
 
     @property
     def directories(self) -> list[str]:
@@ -73,16 +117,16 @@ class KeptState:
         if not self.name.exists:
             return None
         self._fingerprint, tensors = load(store, self.directories[0])
-        if x_rows not in (None, store.x_rows):
+        if x_rows not in (None, store.rows.x_rows):
             raise errors.InvalidInputError(
-                "x_rows of a kept cache", got=x_rows, expected=f"{store.x_rows}, or None"
+                "x_rows of a kept cache", got=x_rows, expected=f"{store.rows.x_rows}, or None"
             )
         dtypes = str(self._fingerprint["dtype"])  # of the model that computed the rows
         exact = {name for name, dtype in DTYPES.items() if str(dtype) in dtypes.split(", ")}
         # weights of integers alone do not say in which floats they compute
         exact = exact - {"int8"} or set(DTYPES) - {"int8"}
         asked = {store.options.format} if store.options.format else exact
-        for rows in store.kv:
+        for rows in store.rows.kv:
             if rows is not None and rows.layout.format not in asked:
                 raise errors.InvalidInputError(
                     "format of a kept cache",

@@ -1,14 +1,41 @@
-"""The counters of caches for people: of one cache, and of all batches of `espnx generate`."""
+"""The counters of caches, and what of them is for people: of one cache, and of all batches of
+`espnx generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from ...kv.draft.tally import Tally
 from ...sizes import format_size
+from ...storage.engine import paths_of, reasons_of
 from ...tables import render_table
+from .forward.state import PassState
 
 Stats = Mapping[str, Any]
+
+
+def counters(passes: PassState, draft: Tally | None) -> dict[str, Any]:
+    """`KVCache.stats` of a cache with these passes, and what its drafts brought."""
+    store, decision, in_memory = passes.store, passes.x.decision, passes.in_memory
+    files = store.striped.path_report()
+    return {
+        "tokens": passes.length(),
+        "sequences": store.rows.sequences,
+        **asdict(store.striped.stats()),
+        **store.attention.stats(),
+        "memory_bytes": store.memory_bytes,
+        "effective_path": paths_of(file.effective_path for file in files),
+        "fallback_reason": reasons_of(file.fallback_reason for file in files),
+        "layers_on_ssd": len(passes.stored),
+        "layers_in_memory": len(in_memory.every),
+        "layers_in_memory_bytes": in_memory.size_bytes,
+        "x_rows": min(store.rows.x_rows, store.rows.sequences),
+        "decision": None if decision is None else decision.as_dict(),
+        **passes.times.totals(),
+        "speculation": None if draft is None else draft.as_dict(),
+    }
 
 
 def summary(stats: Stats, storage: Sequence[str]) -> str:

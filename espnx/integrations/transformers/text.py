@@ -1,11 +1,13 @@
 """The text in a cache: the tokens that it holds, as far as they are known, and which of them are
-padding."""
+padding, as the model's masks say."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from ...kv.visibility import Visibility
 
 
 class Text:
@@ -20,6 +22,22 @@ class Text:
     def __init__(self) -> None:
         self.tokens: torch.Tensor | None = None
         self.hidden: torch.Tensor | None = None
+        # of the pass under way: its mask, up to which position, and what that means
+        self._seen: tuple[torch.Tensor | None, int, Visibility] | None = None
+
+    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
+        """Which positions the new tokens may attend to, by the padding mask [sequences, positions]
+        (None: all), which says what is hidden from here on."""
+        known = self._seen
+        # the first layer of the pass; all others have the same
+        if known is None or known[0] is not mask or known[1] != positions:
+            known = self._seen = (mask, positions, Visibility.of(mask, n_sequences, positions))
+            self.hidden = known[2].hidden
+        return known[2]
+
+    def hide(self, hidden: torch.Tensor | None) -> None:
+        """Which tokens are padding, bool [sequences, n] or None, whatever the last pass said."""
+        self.hidden, self._seen = hidden, None
 
     def extend(self, ids: torch.Tensor | None, held: int) -> None:
         """New tokens [sequences, n] come after the first `held`; None: not known."""
@@ -62,6 +80,7 @@ class Text:
 
     def accept(self, begin: int, ends: Sequence[int], kept: Sequence[int]) -> None:
         """Keeps of each sequence's tokens from `begin` on the first `kept`, behind its `ends`."""
+        self._seen = None
         for rows in (self.tokens, self.hidden):
             if rows is not None:
                 for sequence, (end, n) in enumerate(zip(ends, kept, strict=True)):
@@ -77,6 +96,7 @@ class Text:
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was."""
+        self._seen = None
         if self.hidden is not None:
             self.hidden = self.hidden[sequences]
         if self.tokens is not None:
@@ -84,7 +104,7 @@ class Text:
 
     def clear(self) -> None:
         """No tokens are left."""
-        self.tokens = self.hidden = None
+        self.tokens = self.hidden = self._seen = None
 
     def tensors(self, held: int) -> dict[str, torch.Tensor]:
         """The tensors that a kept cache saves of the first `held` tokens."""

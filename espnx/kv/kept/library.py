@@ -165,7 +165,7 @@ def verify(storage: Storage, name: str) -> int:
         try:
             load(cache, directory)
             cache.places.open(torch.device("cpu"))
-            return sum(_verify_rows(cache, number) for number in range(len(cache.kv)))
+            return sum(_verify_rows(cache, number) for number in range(len(cache.rows.kv)))
         finally:
             cache.close()
     finally:
@@ -180,7 +180,7 @@ def _verify_rows(cache: SsdCache, layer: int) -> int:
         nonlocal seen
         seen += memory.numel()
 
-    for kind, rows in (("X", cache.x[layer]), ("K and V", cache.kv[layer])):
+    for kind, rows in (("X", cache.rows.x[layer]), ("K and V", cache.rows.kv[layer])):
         if rows is not None:
             try:
                 cache.striped.visit(

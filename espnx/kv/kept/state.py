@@ -63,13 +63,13 @@ def save(
     # not others.
     pairs = [
         [rows.count for rows in pair if rows is not None]
-        for pair in zip(cache.x, cache.kv, strict=True)
+        for pair in zip(cache.rows.x, cache.rows.kv, strict=True)
     ]
     cache.crop(min((min(counts, default=0) for counts in pairs), default=0))
     for device in cache.striped.devices:
         device.sync()
     kept, layers = dict(tensors), list[dict[str, Any]]()
-    for kind, every in (("x", cache.x), ("kv", cache.kv)):
+    for kind, every in (("x", cache.rows.x), ("kv", cache.rows.kv)):
         for number, rows in enumerate(every):
             if rows is not None:
                 layers.append(
@@ -80,11 +80,11 @@ def save(
     state = f"state-{crc32c(payload):08x}.safetensors"
     fields = {
         "fingerprint": fingerprint,
-        "x_rows": cache.x_rows,
+        "x_rows": cache.rows.x_rows,
         "layers": layers,
         "devices": cache.striped.count,
         "state": {"file": state, "size_bytes": len(payload), "crc32c": crc32c(payload)},
-        "n_layers": len(cache.kv),
+        "n_layers": len(cache.rows.kv),
     }
     segments = [
         [each.segment for each in _segments(cache, number)]
@@ -107,7 +107,11 @@ def save(
 def _segments(cache: SsdCache, number: int) -> list[StripedSegment]:
     """The segments on a device that the cache looks at, each once."""
     every = (
-        each for rows in cache.every for run in rows.runs for parts in run.parts for each in parts
+        each
+        for rows in cache.rows.every
+        for run in rows.runs
+        for parts in run.parts
+        for each in parts
     )
     return list(
         {
@@ -178,7 +182,7 @@ def load(cache: SsdCache, directory: str) -> tuple[dict[str, Any], dict[str, tor
         kept = read_kept(engine, directory)
         path = os.path.join(directory, kept.file)
         for name, got, expected in (
-            ("layers", kept.n_layers, len(cache.kv)),
+            ("layers", kept.n_layers, len(cache.rows.kv)),
             ("directories", kept.devices, cache.striped.count),
         ):
             if got != expected:
@@ -195,9 +199,11 @@ def load(cache: SsdCache, directory: str) -> tuple[dict[str, Any], dict[str, tor
     ]
     for rows in kept.rows:
         tables = take_tables(tensors, rows, data, path)
-        (cache.x if rows.kind == "x" else cache.kv)[rows.layer] = _restore(cache, rows, tables)
+        (cache.rows.x if rows.kind == "x" else cache.rows.kv)[rows.layer] = _restore(
+            cache, rows, tables
+        )
     check_rest(tensors, kept.sequences, kept.tokens, path)
-    cache.x_rows = kept.x_rows
+    cache.rows.x_rows = kept.x_rows
     segments = [each for number in range(cache.striped.count) for each in _segments(cache, number)]
     check_places([(data[each.device][0], cache.striped.place(each)) for each in segments])
     cache.striped.restore(segments)

@@ -14,7 +14,7 @@ from ..attention import CHUNK_TOKENS, Step
 from ..cache import SetAside, SsdCache
 from ..draft.tier import MakeTier
 from ..options import CacheOptions
-from ..rows import LayerRows
+from ..rows import BatchRows, LayerRows
 from ..striping import Storage
 from ..visibility import Visibility
 from .context import Context
@@ -23,11 +23,58 @@ from .context import Context
 Tap = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
-class ComposedStore(SsdCache):
-    """`SsdCache` behind passages: its lengths count their tokens, its own rows come after them.
+class RowsBehind(BatchRows):
+    """A cache's own rows, which come after those of passages: lengths count these, too.
 
-    Some tokens of the passages may be computed anew (`context.hide`): their rows are the first of
-    the cache's own, at the positions of the passages' tokens, and no length counts them again.
+    Some tokens of the passages may have been computed anew: their rows are the first of the own
+    ones, at the positions of the passages' tokens. They stand before any batch, and no length
+    counts them again.
+
+    Args:
+        n_layers: with rows to keep.
+        base: tokens of the passages.
+
+    Attributes:
+        n_anew: tokens that were computed anew.
+    """
+
+    def __init__(self, n_layers: int, base: int):
+        super().__init__(n_layers)
+        self._base, self.n_anew = base, 0
+        self._anew: list[LayerRows | None] = []  # of K and V, to come back to
+
+    def length(self, layer: int) -> int:
+        return self._base + self.behind(layer)
+
+    def behind(self, layer: int) -> int:
+        """Tokens of a layer behind the passages."""
+        return super().length(layer) - self.n_anew
+
+    @property
+    def sequences(self) -> int:
+        is_empty = self.n_anew and not any(self.behind(i) for i in range(len(self.kv)))
+        return 0 if is_empty else super().sequences
+
+    @property
+    def held(self) -> int:
+        """Sequences, also where all there is was computed anew."""
+        return super().sequences
+
+    def stand(self) -> None:
+        """All tokens that came so far are tokens of the passages, computed anew."""
+        self.n_anew = super().length(0)
+        self._anew = super().twin().kv if self.n_anew else []
+
+    def clear(self) -> None:
+        """Forgets the tokens behind the passages; the next batch may have another size."""
+        super().clear()
+        if self._anew:
+            self.kv = self._anew
+            self._anew = super().twin().kv
+
+
+class ComposedStore(SsdCache):
+    """`SsdCache` behind passages. Some tokens of these may be computed anew (`context.hide`).
 
     Args:
         storage, n_layers, options: of `SsdCache`.
@@ -42,6 +89,8 @@ class ComposedStore(SsdCache):
             passages that each token of the pass sees; None: all.
     """
 
+    rows: RowsBehind
+
     def __init__(
         self,
         storage: Storage,
@@ -53,48 +102,32 @@ class ComposedStore(SsdCache):
         keeps: bool = True,
     ):
         super().__init__(storage, n_layers, options)
+        self.rows = RowsBehind(n_layers, context.tokens)
         self.context, self.tap, self._keeps = context, tap, keeps
         self.last: torch.Tensor | None = None
-        # tokens that were computed anew, and their rows, to come back to
-        self._n_anew, self._anew = 0, None
         # of the pass under way: as the framework has it, and of the own rows alone
         self._seen: tuple[Visibility, Visibility] | None = None
 
-    _anew: SetAside | None
-
-    def length(self, layer: int) -> int:
-        return self.context.tokens + super().length(layer) - self._n_anew
-
-    @property
-    def sequences(self) -> int:
-        """See `SsdCache`. Rows that were computed anew stand before any batch."""
-        is_empty = self._n_anew and not any(self._own_tokens(i) for i in range(len(self.kv)))
-        return 0 if is_empty else super().sequences
-
     def check_sequences(self, count: int) -> None:
         super().check_sequences(count)
-        self.context.texts.of(count, is_first=not self.sequences)
-
-    def _own_tokens(self, layer: int) -> int:
-        """Tokens behind the passages."""
-        return super().length(layer) - self._n_anew
+        self.context.texts.of(count, is_first=not self.rows.sequences)
 
     def stand(self) -> None:
         """All tokens that came so far are tokens of the passages, computed anew."""
-        self._n_anew, self.last = super().length(0), None
-        self._anew = super().set_aside() if self._n_anew else None
+        self.rows.stand()
+        self.last = None
         self.context.mass.clear()
         self.context.texts.clear()
 
-    def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
+    def attend_kv(self, layer: int, step: Step) -> torch.Tensor:
         if self.tap is not None:
             self.tap(layer, step.k, step.v)
-        n_sequences, begin = len(step.k), self._own_tokens(layer)
-        if self._n_anew and not begin and super().sequences != n_sequences:
+        n_sequences, begin = len(step.k), self.rows.behind(layer)
+        if self.rows.n_anew and not begin and self.rows.held != n_sequences:
             super().select([0] * n_sequences)
         before = self.context.attend(layer, step, begin, self.last)
         seen = self._own(step.visibility, n_sequences, begin, step.k.shape[2])
-        return super()._attend_kv(layer, replace(step, visibility=seen, before=before))
+        return super().attend_kv(layer, replace(step, visibility=seen, before=before))
 
     def _own(self, seen: Visibility, n_sequences: int, begin: int, new: int) -> Visibility:
         """What is seen of the cache's own rows, by what is seen of all. Raises InvalidInputError
@@ -114,9 +147,10 @@ class ComposedStore(SsdCache):
                     fix="the attention_mask of cache.prompt(questions)",
                 )
             own = ~seen.hidden[:, base:]
-            anew = torch.ones(n_sequences, self._n_anew, dtype=torch.bool)
+            n_anew = self.rows.n_anew
+            anew = torch.ones(n_sequences, n_anew, dtype=torch.bool)
             mask = torch.cat([anew, own], dim=1)
-            self._seen = seen, Visibility.of(mask, n_sequences, self._n_anew + begin + new)
+            self._seen = seen, Visibility.of(mask, n_sequences, n_anew + begin + new)
         return self._seen[1]
 
     def attend_again(self, layer: int, step: Step) -> torch.Tensor:
@@ -142,7 +176,7 @@ class ComposedStore(SsdCache):
         own = max(tokens - self.context.tokens, 0)
         self.context.mass.crop(own)
         if own:
-            super().crop(own + self._n_anew)
+            super().crop(own + self.rows.n_anew)
         else:
             self._empty()
 
@@ -163,9 +197,6 @@ class ComposedStore(SsdCache):
         """No tokens are left behind the passages; the next batch may have another size."""
         super().clear()
         self.context.texts.clear()
-        if self._anew is not None:
-            self.kv = self._anew.kv
-            self._anew = super().set_aside()
 
 
 class _PassingRows(LayerRows):

@@ -125,7 +125,7 @@ def test_one_of_several_dies_in_a_generation(folder: Path) -> None:
         assert cache.get_seq_length() == before
         whole, other = (cache.store.striped.devices[i] for i in (0, 1))
         assert whole.stats().stored_bytes > 0
-        rows = next(each for each in cache.store.every if each is not None)
+        rows = next(each for each in cache.store.rows.every if each is not None)
         seen = list[int]()
         views = rows.views(rows.covered(), range(1))[0]
         whole.forget()

@@ -87,7 +87,7 @@ def test_the_first_rows_decide(folder: Path, monkeypatch: pytest.MonkeyPatch, ke
             load(cache, str(folder))
             cache.crop(naive.count - 3)  # rows can go before there is a device
             naive.crop(naive.count - 3)
-        assert (cache.length(0), cache.striped.is_open, opened) == (
+        assert (cache.rows.length(0), cache.striped.is_open, opened) == (
             naive.count,
             False,
             ["ssd"] * kept,

@@ -424,7 +424,7 @@ def test_an_error_of_the_devices_own(
             opened(late, folder, "bounce", engine=engine, read_ahead_bytes=1 << 20) as device,
         ):
             stored = put_long(late, device, 1)
-            shared = device._writing[0][0].writing
+            shared = device._writes._under_way[0].writing
             assert shared is not None
             pieces = shared._writing
             assert isinstance(pieces, WriteInPieces)

@@ -58,7 +58,7 @@ def cache_on(
     monkeypatch.setattr(PlainDevice, "open_rows", open_rows)
     disks = [folder / str(i) for i in range(n_disks)]
     cache = SsdCache(disks, shape.n_layers, CacheOptions(), names=["rows"] * n_disks)
-    cache.x_rows = 2 if shape.hidden else 0
+    cache.rows.x_rows = 2 if shape.hidden else 0
     try:
         yield cache
     finally:
@@ -117,7 +117,7 @@ def test_one_wait_a_pass(
 def damage(cache: SsdCache, layer: int) -> None:
     """Changes a byte of the first stored block of a layer."""
     cache.striped.flush()
-    rows = cache.kv[layer]
+    rows = cache.rows.kv[layer]
     assert rows is not None
     place = cache.striped.place(rows.runs[0].parts[0][0])
     with open(cache.places.data_files[0], "r+b") as file:
@@ -146,7 +146,7 @@ def test_damage_is_seen_before_a_pass_counts(
                 cache.end()
             assert str(folder) in str(caught.value.path)
             naive.crop(70)
-            assert [cache.length(i) for i in range(SHAPE.n_layers)] == [70] * SHAPE.n_layers
+            assert [cache.rows.length(i) for i in range(SHAPE.n_layers)] == [70] * SHAPE.n_layers
         late.main.synchronize()
         steps = naive.step(1)
         monkeypatch.setattr(LateEvent, "synchronize", lambda _: None)

@@ -128,7 +128,7 @@ def test_another_batch(folder: Path) -> None:
                 enabled("llama")(**more, past_key_values=cache)
         cache.reset()
         logits(enabled("llama"), ids[:1], cache)
-        assert cache.store.sequences == 1
+        assert cache.store.rows.sequences == 1
 
 
 def test_two_threads(folder: Path) -> None:

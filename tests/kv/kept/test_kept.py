@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from espnx import errors
-from espnx.device.rows import file
+from espnx.device.rows import data_file
 from espnx.integrations.transformers.cache import KVCache
 from espnx.kv.kept import folders
 from espnx.kv.kept.library import verify
@@ -54,7 +54,7 @@ def test_another_process_continues(
         assert processes.run(model=name, storage=storage, until=until, **options) == 0
     with KVCache(enabled(name).config, storage, name="c", format=lossy) as cache:
         assert cache.get_seq_length() == longest + 9 - 1
-        assert cache.store.x_rows == options.get("x_rows", 0)
+        assert cache.store.rows.x_rows == options.get("x_rows", 0)
         assert [path.endswith("/c/rows.bin") for path in cache.store.places.data_files] == [
             True
         ] * devices
@@ -190,7 +190,7 @@ def test_saving_in_between(folder: Path) -> None:
         assert torch.equal(got, expected("llama", lengths, num_beams=3, max_new_tokens=20))
         kept = cache.tokens[:, : cache.get_seq_length()].clone()  # type: ignore[index]
     with KVCache(model.config, folder, name="c") as cache:
-        assert cache.store.sequences == 6
+        assert cache.store.rows.sequences == 6
         assert torch.equal(cache.tokens, kept)  # type: ignore[arg-type]
         cache.crop(-15)
         cache.save()
@@ -206,7 +206,7 @@ def test_saving_in_between(folder: Path) -> None:
         generate(model, prompt([40, 40, 40], 3), cache, max_new_tokens=2)
         cache.save()
     with KVCache(model.config, folder, name="c") as cache:
-        assert (cache.get_seq_length(), cache.store.sequences) == (41, 3)
+        assert (cache.get_seq_length(), cache.store.rows.sequences) == (41, 3)
 
 
 def test_a_state_that_is_not_saved_again_stays(folder: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_pass_that_fails_in_the_model(folder: Path, monkeypatch: pytest.Monkey
                 patch.setattr(torch.nn.functional, "silu", fail)
                 generate(model, inputs(right[:, : LONGEST if first else LONGEST + 9]), cache)
         with KVCache(model.config, folder, name=name) as cache:
-            assert [cache.store.length(layer) for layer in range(2)] == [
+            assert [cache.store.rows.length(layer) for layer in range(2)] == [
                 0 if first else LONGEST + 8
             ] * 2
             go_on("llama", cache)
@@ -276,7 +276,7 @@ def test_a_selection_of_sequences(folder: Path, name: str, chosen: list[int]) ->
             each(ids[index, :5], past_key_values=own)
     assert verify(folder, "c") > 0
     with torch.no_grad(), KVCache(model.config, folder, name="c") as cache:
-        assert (cache.get_seq_length(), cache.store.sequences, cache.store.x_rows) == (
+        assert (cache.get_seq_length(), cache.store.rows.sequences, cache.store.rows.x_rows) == (
             45,
             len(chosen),
             chosen.count(0),
@@ -324,7 +324,7 @@ def test_a_name_stays_locked_where_a_write_may_land(
     """Which was given up: it would come to lie in the rows of who opens the cache next. As long as
     the process lives."""
     monkeypatch.setattr(folders, "_HELD", set())
-    monkeypatch.setattr(file, "CLOSE_S", 0.05)
+    monkeypatch.setattr(data_file, "CLOSE_S", 0.05)
     model = enabled("llama")
 
     def attempt(deadline_s: float) -> bool:

@@ -7,6 +7,8 @@ cache are to a layer.
 
 from __future__ import annotations
 
+import logging
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -26,10 +28,14 @@ from .... import errors
 from ....kv.attention import Step
 from ....kv.cache import SsdCache
 from ....kv.scores import PLAIN, ScoreRules
-from ....kv.visibility import Visibility
+from ....kv.striping import Storage
+from ....suggestions import CALL_FRAMES
+from ..text import Text
 from .attention import awaited, tag
 from .passes import PassGuard
 from .projections import LayerInput, Source
+
+log = logging.getLogger(__name__)
 
 #: Kinds that the framework keeps in memory. Not those that attend to chosen tokens or to chunks.
 _IN_MEMORY = ("sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "dummy")
@@ -39,14 +45,11 @@ class LayerHost(Protocol):
     """What a stored layer asks of its cache. All of it is for the forward pass under way."""
 
     store: SsdCache
+    text: Text
     guard: PassGuard
 
     def length(self, layer: int = 0) -> int:
         """Tokens in the cache, without those of the pass."""
-
-    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
-        """Which positions the new tokens may attend to, by the padding mask [sequences, positions]
-        (None: all)."""
 
     def made_of(
         self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int
@@ -155,10 +158,10 @@ class StoredLayer(CacheLayerMixin):
         scale: float,
         rules: ScoreRules,
     ) -> torch.Tensor:
-        kept, past = torch.promote_types(k.dtype, v.dtype), host.store.length(self.number)
+        kept, past = torch.promote_types(k.dtype, v.dtype), host.store.rows.length(self.number)
         k, v = k.to(kept), v.to(kept)  # their dtypes differ under autocast
         visibility, source = (
-            host.visibility(mask, k.shape[0], past + k.shape[2]),
+            host.text.visibility(mask, k.shape[0], past + k.shape[2]),
             host.made_of(self.input, k, v, past),
         )
         x, projection = source or (None, None)
@@ -198,6 +201,43 @@ class InferenceOnly(torch.autograd.Function):
             expected="inference",
             fix="no cache",
         )
+
+
+def layers_on(storage: Storage, config: PreTrainedConfig, *, is_kept: bool) -> list[Any]:
+    """The layers of a model's cache whose rows go to these directories. Warns where none do.
+
+    Raises InvalidInputError: this is no config of a model, the model has layers that espnx does not
+    know, or is to be kept and has some that the framework keeps in memory.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise errors.InvalidInputError(
+            "KVCache",
+            got=type(config).__name__,
+            expected="a config of transformers",
+            fix="KVCache(model.config, ...)",
+        )
+    layers = layers_of(config.get_text_config(decoder=True), StoredLayer)
+    n_stored = sum(isinstance(layer, StoredLayer) for layer in layers)
+    if is_kept and n_stored < len(layers):
+        raise errors.InvalidInputError(
+            "a kept cache",
+            got="layers that are not full attention",
+            expected="full attention in every layer",
+            fix="name=None",
+        )
+    log.debug(
+        "%d layers go to %s, %d stay in memory (windows or states)",
+        n_stored,
+        storage,
+        len(layers) - n_stored,
+    )
+    if not n_stored:
+        warnings.warn(
+            "no layer of this model is full attention alone: nothing of this cache goes to SSD, "
+            "all of it stays in memory",
+            stacklevel=3 + CALL_FRAMES,
+        )
+    return layers
 
 
 class MakeLayer(Protocol):
@@ -250,28 +290,86 @@ def _is_shared(config: PreTrainedConfig, kinds: Sequence[str], number: int) -> b
     )
 
 
-def why_not_cropped(layers: Sequence[Any], tokens: int) -> str | None:
-    """Which of the framework's layers cannot forget their last `tokens` tokens, and why; None: all
-    can."""
-    for layer in layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            return f"{type(layer).__name__}: its state has all tokens in it"
-        window = getattr(layer, "sliding_window", None)
-        if window is not None and layer.is_initialized and layer.get_seq_length() >= window:
-            kept = min(layer.get_seq_length(), layer.keys.shape[-2])
-            if not layer.record_past or kept - tokens < min(
-                window - 1, layer.get_seq_length() - tokens
-            ):
-                return (
-                    f"{type(layer).__name__}: of {layer.get_seq_length()} tokens it has the last "
-                    f"{kept}, for a window of {window}"
-                )
-    return None
+class LayersInMemory:
+    """The layers of a cache that the framework keeps in memory, since they hold little: windows,
+    states. What one pass did to them can be undone.
 
+    Args:
+        layers: without tokens.
 
-def bytes_of(layers: Sequence[Any]) -> int:
-    """Bytes of the tensors that layers in memory keep."""
-    return sum(_size(value) for layer in layers for value in vars(layer).values())
+    Attributes:
+        every: as given.
+    """
+
+    def __init__(self, layers: Sequence[Any]):
+        self.every = layers
+        self._unused = self.states()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that they keep."""
+        return sum(_size(value) for layer in self.every for value in vars(layer).values())
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences they hold; 0 before the first tokens."""
+        return next((n for n in map(_sequences, self.every) if n), 0)
+
+    def states(self) -> list[dict[str, Any]]:
+        """The state of each, for `restore`. An update makes new tensors of rows that grow, which
+        need no copy; what it changes in place stands in dicts, and is copied."""
+        return [
+            {
+                name: _copied(value) if isinstance(value, dict) else value
+                for name, value in vars(layer).items()
+            }
+            for layer in self.every
+        ]
+
+    def restore(self, before: Sequence[dict[str, Any]]) -> None:
+        """They become what they were. For once: what they change in place, they change in
+        `before`."""
+        for layer, then in zip(self.every, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(then)
+
+    def empty(self) -> None:
+        """They become what they were when they were made, but remember past tokens if they were
+        told to. Their own `reset` keeps states of as many sequences as there were, and another
+        batch fails."""
+        kept = [
+            {name: value for name, value in vars(layer).items() if name == "record_past"}
+            for layer in self.every
+        ]
+        self.restore([then | own for then, own in zip(deepcopy(self._unused), kept, strict=True)])
+
+    def select(self, sequences: list[int]) -> None:
+        """Sequence i becomes what `sequences[i]` was."""
+        for layer in self.every:
+            layer.reorder_cache(torch.tensor(sequences, dtype=torch.int64))
+
+    def crop(self, tokens: int) -> None:
+        """Forgets the last tokens, or, of none, what was recorded to forget some."""
+        for layer in self.every:
+            if tokens or getattr(layer, "record_past", False):
+                layer.crop(-tokens)
+
+    def why_not_cropped(self, tokens: int) -> str | None:
+        """Which of them cannot forget its last `tokens` tokens, and why; None: all can."""
+        for layer in self.every:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                return f"{type(layer).__name__}: its state has all tokens in it"
+            window = getattr(layer, "sliding_window", None)
+            if window is not None and layer.is_initialized and layer.get_seq_length() >= window:
+                kept = min(layer.get_seq_length(), layer.keys.shape[-2])
+                if not layer.record_past or kept - tokens < min(
+                    window - 1, layer.get_seq_length() - tokens
+                ):
+                    return (
+                        f"{type(layer).__name__}: of {layer.get_seq_length()} tokens it has the "
+                        f"last {kept}, for a window of {window}"
+                    )
+        return None
 
 
 def _size(value: Any) -> int:
@@ -282,8 +380,7 @@ def _size(value: Any) -> int:
     return sum(_size(each) for each in value) if isinstance(value, (list, tuple)) else 0
 
 
-def sequences_of(layer: Any) -> int:
-    """How many sequences a layer in memory holds; 0 before the first tokens."""
+def _sequences(layer: Any) -> int:
     tensors = [
         getattr(layer, "keys", None),
         *getattr(layer, "conv_states", {}).values(),
@@ -292,39 +389,8 @@ def sequences_of(layer: Any) -> int:
     return next((each.shape[0] for each in tensors if each is not None and each.numel()), 0)
 
 
-def states_of(layers: Sequence[Any]) -> list[dict[str, Any]]:
-    """The state of layers in memory, for `restore`. An update makes new tensors of rows that grow,
-    which need no copy; what it changes in place stands in dicts, and is copied."""
-    return [
-        {
-            name: _copied(value) if isinstance(value, dict) else value
-            for name, value in vars(layer).items()
-        }
-        for layer in layers
-    ]
-
-
 def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in states.items()
     }
-
-
-def restore(layers: Sequence[Any], before: Sequence[dict[str, Any]]) -> None:
-    """Layers in memory become what they were. For once: what the layers change in place, they
-    change in `before`."""
-    for layer, then in zip(layers, before, strict=True):
-        vars(layer).clear()
-        vars(layer).update(then)
-
-
-def empty(layers: Sequence[Any], unused: Sequence[dict[str, Any]]) -> None:
-    """Layers in memory become what they were when they were made, but remember past tokens if they
-    were told to. Their own `reset` keeps states of as many sequences as there were, and another
-    batch fails."""
-    for layer, then in zip(layers, deepcopy(unused), strict=True):
-        restore(
-            [layer],
-            [then | {name: value for name, value in vars(layer).items() if name == "record_past"}],
-        )

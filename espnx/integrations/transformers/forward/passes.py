@@ -21,7 +21,7 @@ class ForwardPass:
         model: the outermost that was called with the cache.
         held: tokens in the cache.
         hidden: which of them are padding, bool [sequences, held]; None: none is.
-        in_memory: the state of each layer that is kept in memory (`layers.states_of`).
+        in_memory: the state of each layer that is kept in memory (`LayersInMemory.states`).
         reached: a layer has been given K and V.
         thread: that runs it.
     """

@@ -62,13 +62,13 @@ class XRows:
                 if ids is None
                 else schedule(model, ids, self._store, self._layers, self._threads)
             )
-        self._store.x_rows = self.decision.x_rows if self.decision else self.asked or 0
+        self._store.rows.x_rows = self.decision.x_rows if self.decision else self.asked or 0
         log.debug(
             "%d sequences keep X instead of K and V: %s",
-            self._store.x_rows,
+            self._store.rows.x_rows,
             self.decision.why if self.decision else "as asked",
         )
-        self._is_unconfirmed = self.asked is None and self._store.x_rows > 0
+        self._is_unconfirmed = self.asked is None and self._store.rows.x_rows > 0
 
     def source(
         self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int
@@ -94,7 +94,7 @@ class XRows:
         except errors.InvalidInputError as error:
             if not self._is_unconfirmed:
                 raise
-            self.decision, self._store.x_rows = Decision(0, str(error)), 0
+            self.decision, self._store.rows.x_rows = Decision(0, str(error)), 0
             source = None
         self._is_unconfirmed = False
         return source

@@ -13,11 +13,10 @@ from transformers import Cache, PreTrainedModel
 
 from .... import errors
 from ....kv.cache import SsdCache
-from ....kv.visibility import Visibility
 from ..kept import KeptState
 from ..text import Text
 from .attention import NAME, awaited
-from .layers import StoredLayer, empty, restore, sequences_of, states_of
+from .layers import LayersInMemory, StoredLayer
 from .passes import ForwardPass, PassGuard, PassTimes
 from .projections import LayerInput, Source
 from .schedule import XRows
@@ -29,30 +28,36 @@ class PassState:
     Args:
         layers: of the cache.
         store: the rows of those that are stored.
-        x_rows: how many sequences keep X.
         kept: where the cache has a name.
+        x_rows, threads: of `XRows`.
 
     Attributes:
-        store, x: as given.
+        store: as given.
+        x: how many sequences keep X.
         stored, in_memory: the two kinds of layers.
         text: the tokens in the cache.
         guard: of the pass under way.
     """
 
     def __init__(
-        self, layers: Sequence[Any], store: SsdCache, x_rows: XRows, kept: KeptState | None
+        self,
+        layers: Sequence[Any],
+        store: SsdCache,
+        kept: KeptState | None,
+        x_rows: int | None,
+        threads: int | None,
     ):
-        self.store, self.x, self._kept = store, x_rows, kept
+        self.store, self._kept = store, kept
         self.stored = [layer for layer in layers if isinstance(layer, StoredLayer)]
-        self.in_memory = [layer for layer in layers if not isinstance(layer, StoredLayer)]
+        self.in_memory = LayersInMemory(
+            [layer for layer in layers if not isinstance(layer, StoredLayer)]
+        )
         for layer in self.stored:
             layer.join(self)
         self.text = Text()
-        self._unused = states_of(self.in_memory)
+        self.x = XRows(store, [layer.number for layer in self.stored], x_rows, threads)
         self._of_framework = Cache(layers=list(layers))
         self.guard, self._is_prompting = PassGuard(), False
-        # of the pass under way
-        self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         # of the model that was checked last
         self._core: Callable[[], torch.nn.Module | None] = lambda: None
 
@@ -69,7 +74,7 @@ class PassState:
             return held
         if not self.stored:
             return self._of_framework.get_seq_length(layer)
-        return min(self.store.length(each.number) for each in self.stored)
+        return min(self.store.rows.length(each.number) for each in self.stored)
 
     # --- what hooks tell ---
 
@@ -98,17 +103,30 @@ class PassState:
             self.store.begin(held)
             self.x.rotations.crop(held)
             self.guard.begin(
-                ForwardPass(model, held, self.text.hidden, states_of(self.in_memory)),
+                ForwardPass(model, held, self.text.hidden, self.in_memory.states()),
                 ids,
-                is_step=None if self.store.is_drafting else self._is_step(ids, held),
+                is_step=None if self._is_drafting else self._is_step(ids, held),
             )
-            if not self.store.is_drafting:
+            if not self._is_drafting:
                 self.text.extend(ids, held)
+
+    @contextmanager
+    def prompting(self) -> Iterator[None]:
+        """Passes inside compute a prompt, whether or not its tokens may be rejected."""
+        self._is_prompting = True
+        try:
+            yield
+        finally:
+            self._is_prompting = False
+
+    @property
+    def _is_drafting(self) -> bool:
+        return self.store.proposal is not None and self.store.proposal.is_drafting
 
     def _is_step(self, ids: torch.Tensor | None, held: int) -> bool:
         """Whether a pass is of decoding; otherwise it computes a prompt."""
         is_short = ids is not None and ids.shape[1] == 1
-        is_decided = self.store.ends is not None and not self._is_prompting
+        is_decided = self.store.proposal is not None and not self._is_prompting
         return held > 0 and (is_short or is_decided)
 
     def check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
@@ -175,27 +193,17 @@ class PassState:
                 self.store.crop(begun.held)
             else:
                 self.store.clear()
-            restore(self.in_memory, begun.in_memory)
-            self.text.hidden, self._masks = begun.hidden, None
+            self.in_memory.restore(begun.in_memory)
+            self.text.hide(begun.hidden)
 
     # --- what stored layers ask (`layers.LayerHost`) ---
-
-    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
-        """Which positions the new tokens may attend to, by the padding mask [sequences, positions]
-        (None: all)."""
-        known = self._masks
-        # the first layer of the pass; all others have the same
-        if known is None or known[0] is not mask or known[1] != positions:
-            known = self._masks = (mask, positions, Visibility.of(mask, n_sequences, positions))
-            self.text.hidden = known[2].hidden
-        return known[2]
 
     def made_of(
         self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int
     ) -> Source | None:
         """What these K and V of new tokens were projected from, after `past` others; None where X
         rows are not kept."""
-        return self.x.source(layer_input, k, v, past) if self.store.x_rows else None
+        return self.x.source(layer_input, k, v, past) if self.store.rows.x_rows else None
 
     def fail(self, error: BaseException) -> None:
         """The pass cannot go on. The error is told the tokens so far."""
@@ -203,13 +211,37 @@ class PassState:
         if self.text.tokens is not None:
             error.sequences = self.text.tokens  # type: ignore[attr-defined]
 
+    # --- what of it is kept ---
+
+    def resume(self) -> None:
+        """Goes on from what was kept under the cache's name, if anything was. Raises what
+        `KeptState.open` raises."""
+        tensors = None if self._kept is None else self._kept.open(self.store, self.x.asked)
+        if tensors is not None:
+            self.text.restore(tensors)
+            self.x.rotations.restore(tensors)
+            self.x.asked = self.store.rows.x_rows
+            for layer in self.stored:
+                layer.is_initialized = True
+
+    def save(self) -> None:
+        """Publishes the rows, and what is known of their tokens, under the cache's name, if it has
+        one. Raises WriteError, DiskFullError."""
+        self.abort()
+        tensors = self.text.tensors(self.length())
+        # without X rows nothing is computed again, and rotations do not grow with the text
+        if self.store.rows.x_rows:
+            tensors |= self.x.rotations.tensors()
+        if self._kept is not None:
+            self._kept.save(self.store, tensors)
+
     # --- what becomes of the batch ---
 
     @property
     def sequences(self) -> int:
         """Sequences of the batch, by stored layers, or where there are none by those in memory; 0
         while nothing is cached."""
-        return self.store.sequences or next((n for n in map(sequences_of, self.in_memory) if n), 0)
+        return self.store.rows.sequences or self.in_memory.sequences
 
     def select(self, sequences: list[int]) -> None:
         """Sequence i becomes what `sequences[i]` was, in every layer or, whatever raises, in
@@ -217,80 +249,50 @@ class PassState:
         self.abort()
         if sequences == list(range(self.sequences)):
             return
-        self.store.check_select(sequences)
+        self.store.rows.check_select(sequences)
         with self._all_or_none():
-            for layer in self.in_memory:
-                layer.reorder_cache(torch.tensor(sequences, dtype=torch.int64))
+            self.in_memory.select(sequences)
             self.store.select(sequences)
         self.x.rotations.select(sequences)
         self.text.select(sequences)
-        self._masks = None
 
-    def crop(self, held: int, tokens: int) -> None:
-        """Forgets the last of `held` tokens, in every layer or, whatever raises, in none."""
+    def crop(self, tokens: int) -> None:
+        """Forgets the last tokens, fewer than there are, in every layer or, whatever raises, in
+        none. Raises InvalidInputError where a layer in memory cannot go back."""
+        if not tokens:
+            self.in_memory.crop(0)
+            return
+        held = self.length()
+        if why := self.in_memory.why_not_cropped(tokens):
+            raise errors.InvalidInputError(
+                f"crop by {tokens} of {held} tokens",
+                got=why,
+                expected="layers that can forget tokens",
+                fix="reset(), and compute the prompt again",
+            )
         with self._all_or_none():
-            for layer in self.in_memory:
-                layer.crop(-tokens)
+            self.in_memory.crop(tokens)
             self.store.crop(held - tokens)
 
-    # --- tokens that may be rejected ---
-
-    @contextmanager
-    def prompting(self) -> Iterator[None]:
-        """Passes inside compute a prompt."""
-        self._is_prompting = True
-        try:
-            yield
-        finally:
-            self._is_prompting = False
-
-    def accept(self, n_new: int, kept: Sequence[int]) -> None:
-        """Keeps the first `kept` of the last pass's `n_new` tokens of each sequence, which move to
-        its end. After `SsdCache.propose`."""
-        ends, begin = self.store.ends or [], self.length() - n_new
-        self.text.accept(begin, ends, kept)
-        self.x.rotations.accept(begin, ends, kept)
-        self.store.accept(n_new, kept)
-        self.times.accept(sum(kept))
-        self._masks = None
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Passes inside are drafts (`SsdCache.drafting`)."""
-        hidden = self.text.hidden
-        with self.store.drafting():
-            try:
-                yield
-            finally:
-                self.abort()
-                self.text.hidden, self._masks = hidden, None
-
-    def settle(self) -> None:
-        """All tokens stand from here on; those that not all sequences have are forgotten."""
-        self.abort()
-        self.store.settle()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What becomes of the batch inside is forgotten at the end."""
-        before = self.store.set_aside(), self.text.twin(), self.x.rotations.twin()
-        try:
-            yield
-        finally:
-            self.abort()
-            self.store.bring_back(before[0])
-            self.text, self.x.rotations = before[1:]
-            self._masks = None
+    def reusable(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
+        """How many of the tokens in the cache a new prompt [sequences, n] begins with, but for its
+        last one; 0 where layers in memory cannot go back to them."""
+        held = self.length()
+        if len(ids) != self.sequences:
+            return 0
+        common = self.text.common(ids, attention_mask, held)
+        can = common == held or self.in_memory.why_not_cropped(held - common) is None
+        return common if can else 0
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
         """A change of every layer. What is half changed where an error comes is forgotten: no layer
         continues with another's tokens."""
-        before = states_of(self.in_memory)
+        before = self.in_memory.states()
         try:
             yield
         except errors.InvalidInputError:  # refused: stored rows are as they were
-            restore(self.in_memory, before)
+            self.in_memory.restore(before)
             raise
         except BaseException:
             self.abort()
@@ -302,5 +304,4 @@ class PassState:
         self.store.clear()
         self.x.clear()
         self.text.clear()
-        self._masks = None
-        empty(self.in_memory, self._unused)
+        self.in_memory.empty()

@@ -80,11 +80,9 @@ class PassageCache(KVCache):
 
     store: ComposedStore
 
-    def _make_store(
-        self, directories: Storage, layers: int, options: CacheOptions, names: list[str] | None
-    ) -> SsdCache:
+    def _make_store(self, storage: Storage, n_layers: int, options: CacheOptions) -> SsdCache:
         return ComposedStore(
-            directories, layers, options, context=self._context, tap=self._tap, keeps=self._keeps
+            storage, n_layers, options, context=self._context, tap=self._tap, keeps=self._keeps
         )
 
     def _set_text(self) -> None:
@@ -211,7 +209,7 @@ class PassageCache(KVCache):
         first, shares = self._context.mass.shares()
         chosen = shares[:, :, max(begin - first, 0) : None if end is None else max(end - first, 0)]
         if not chosen.numel():
-            sequences, layers = max(self.store.sequences, 1), len(self.layers)
+            sequences, layers = max(self.store.rows.sequences, 1), len(self.layers)
             return torch.zeros(sequences, layers, self._context.texts.columns)
         return chosen.mean(dim=2)
 

@@ -31,6 +31,7 @@ from ..forward.positions import learned_positions
 from .assistant import Assistant
 from .draft import Draft
 from .processors import processors_of
+from .undecided import Undecided
 
 #: A sequence that is so many tokens ahead of the slowest goes on one by one until they have come
 #: nearer: what it has more waits in memory.
@@ -82,7 +83,7 @@ class Decoding:
         streamer: Any,
         assistant: Assistant | None = None,
     ):
-        self._assistant = assistant
+        self._assistant, self._undecided = assistant, Undecided(cache.passes)
         self._model, self._cache, self._rules = model, cache, rules
         self._tally, self._gamma, self._streamer = tally, gamma, streamer
         n_sequences, n = prompt.shape
@@ -164,7 +165,7 @@ class Decoding:
 
         def propose() -> None:
             cache.store.propose(tier_of(tally), most_tokens=most)
-            undo.callback(passes.settle)
+            undo.callback(self._undecided.settle)
 
         if is_pass:
             propose()
@@ -172,7 +173,7 @@ class Decoding:
         with passes.prompting():
             logits = prefill()
         if is_pass:
-            passes.accept(n, [n] * len(self._going))
+            self._undecided.accept(n, [n] * len(self._going))
         else:
             propose()
         if is_pass and n == 1:
@@ -199,18 +200,18 @@ class Decoding:
                 self._assistant.end(row)
         if left and len(left) < len(self._going):
             if len(self._going) == len(self._lengths):
-                undo.enter_context(self._cache.passes.aside())
+                undo.enter_context(self._undecided.aside())
             self._cache.passes.select([self._going.index(row) for row in left])
         self._going = left
 
     def _step(self) -> None:
         """Drafts, and the pass that decides on them."""
-        tally, passes = self._tally, self._cache.passes
+        tally, undecided = self._tally, self._undecided
         before_drafts, begun = self._read(), time.perf_counter()
         drafts = self._drafts()
         before_pass, drafted = self._read(), time.perf_counter()
         # the pass that packs all rows is slower than any after it
-        is_slow = tally.kind == PACKED and not self._cache.store.has_tier
+        is_slow = tally.kind == PACKED and not undecided.rows.has_tier
         n = 1 + max(len(draft.tokens) for draft in drafts)
         own = [
             [int(self._ids[row, self._lengths[row] - 1]), *draft.tokens]
@@ -225,12 +226,12 @@ class Decoding:
             for row, length in zip(self._going, before, strict=True):
                 self._lengths[row] = length
             self._ended.difference_update(self._going)
-            passes.accept(n, [0] * len(before))
+            undecided.accept(n, [0] * len(before))
             raise
         kept = [
             self._lengths[row] - length for row, length in zip(self._going, before, strict=True)
         ]
-        passes.accept(n, kept)
+        undecided.accept(n, kept)
         pass_s = time.perf_counter() - drafted
         said, sources = [len(draft.tokens) for draft in drafts], [each.source for each in drafts]
         looked = [
@@ -240,8 +241,8 @@ class Decoding:
         tally.add(said, kept, drafted - begun, pass_s, sources, looked, is_slow=is_slow)
         if self._sources is not tally.sources:
             self._sources.note(sources, said, kept, drafted - begun, pass_s, looked)
-        tally.lost = max(tally.lost, len(self._cache.store.lost.sequences))
-        tally.memory_bytes = max(tally.memory_bytes, self._cache.store.tier_bytes)
+        tally.lost = max(tally.lost, len(undecided.rows.lost.sequences))
+        tally.memory_bytes = max(tally.memory_bytes, undecided.rows.tier_bytes)
         tally.draft_bytes_asked += before_pass.bytes_asked - before_drafts.bytes_asked
         asked = self._read().bytes_asked - before_pass.bytes_asked
         tally.bytes_asked += asked
@@ -258,14 +259,15 @@ class Decoding:
         """Tokens that may come next, for each sequence that goes on: what lookup finds or what a
         model says, whichever comes first, and where that is nothing the other."""
         pace, store, kind = self._tally.pace, self._cache.store, self._tally.kind
+        rows = self._undecided.rows
         most = [self._room(row) for row in self._going]
         if self._gamma is None:
             pace.choose(len(self._going), max(most))
         else:
             pace.gamma, pace.why = self._gamma, "as asked"
         options, reach = store.options, self._tally.reach
-        store.read_ahead(reach.choose(pace.draft_s, store.tier_bytes, options.deadline_s))
-        if lost := len(store.lost.sequences):
+        store.read_ahead(reach.choose(pace.draft_s, rows.tier_bytes, options.deadline_s))
+        if lost := len(rows.lost.sequences):
             pace.why += f"; {lost} of {len(self._going)} sequences have no memory for drafts"
         room = [min(pace.gamma, n) for n in most]
         # also where it is not used: what it would have brought is known after the pass
@@ -274,7 +276,7 @@ class Decoding:
             for row, n in zip(self._going, room, strict=True)
         ]
         looked = [Draft(found) for found in self._found]
-        if self._assistant is None and (kind == LOOKUP or not store.has_tier):
+        if self._assistant is None and (kind == LOOKUP or not rows.has_tier):
             return looked  # the first pass brings what a model attends to
         # by the clock only where that chooses in any case: what is sampled comes again otherwise
         is_first = self._sources.asks_lookup(by_clock=self._gamma is None)
@@ -289,7 +291,7 @@ class Decoding:
             if longest := max(len(draft.tokens) for draft in said):
                 pace.note_step((time.perf_counter() - begun) / longest)
         else:
-            for place in store.lost.sequences:
+            for place in rows.lost.sequences:
                 left[place] = 0
             said = self._by_model(left)
         return [
@@ -323,7 +325,7 @@ class Decoding:
         if not any(room):
             return drafts
         last = [[int(self._ids[row, self._lengths[row] - 1])] for row in self._going]
-        with self._cache.passes.drafting():
+        with self._undecided.drafting():
             for done in range(max(room)):
                 if not self._goes_on(done):
                     break

@@ -147,7 +147,7 @@ def _checked_cache(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[
             got="a cache without one",
             fix='KVCache(..., draft="lookup"), or generate without custom_generate',
         )
-    kinds = sorted({type(layer).__name__ for layer in cache.passes.in_memory})
+    kinds = sorted({type(layer).__name__ for layer in cache.passes.in_memory.every})
     if kinds:
         raise errors.InvalidInputError(
             f"{_WHAT} of {type(model).__name__}",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from espnx.integrations.transformers.passages import passage_kv
+from espnx.integrations.transformers.passages import model as passage_model
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from tests.integrations.transformers.passages.families import (
     anew_in_memory,
@@ -80,7 +80,7 @@ def test_first_tokens_are_computed_anew(folder: Path, name: str, prefix: int, co
 def test_all_tokens_anew_are_full_attention(
     folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(passage_kv, "_CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(passage_model, "CHUNK_TOKENS", chunk)
     before = words(21, 1)
     wanted, _ = full("llama", before)
     with PassageKV(enabled("llama"), folder, prefix=before) as kv:
@@ -96,7 +96,7 @@ def test_all_tokens_anew_are_full_attention(
 def test_the_tokens_that_deviate_most_are_computed_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, prefix: int, share: float
 ) -> None:
-    monkeypatch.setattr(passage_kv, "_CHUNK_TOKENS", 32)
+    monkeypatch.setattr(passage_model, "CHUNK_TOKENS", 32)
     before, chosen = words(prefix, 1), torch.zeros(prefix + sum(SIZES), dtype=torch.bool)
     rows = full(name, before)[1].layers[1]
     kept = blocks_in_memory(plain(name), before, PASSAGES).layers[1]

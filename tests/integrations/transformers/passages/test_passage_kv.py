@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 import espnx
 from espnx import errors
 from espnx.integrations.streamed.load import load_streamed
-from espnx.integrations.transformers.passages import passage_kv
+from espnx.integrations.transformers.passages import model as passage_model
 from espnx.integrations.transformers.passages.passage_kv import PassageKV
 from espnx.kv.attention import CHUNK_TOKENS
 from espnx.kv.passages import context as contexts
@@ -140,7 +140,7 @@ def test_generation(kv: PassageKV, options: dict[str, Any]) -> None:
     with kv.compose(PASSAGES) as cache:
         torch.manual_seed(3)
         found = kv.model.generate(**cache.prompt(QUESTION[None]), past_key_values=cache, **more)
-        assert cache.passage_mass(11).shape[0] == cache.store.sequences
+        assert cache.passage_mass(11).shape[0] == cache.store.rows.sequences
     assert torch.equal(found, wanted)
 
 
@@ -220,7 +220,7 @@ def test_no_prefix_and_no_passages(folder: Path) -> None:
 
 
 def test_long_passages_come_in_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passage_kv, "_CHUNK_TOKENS", 40)
+    monkeypatch.setattr(passage_model, "CHUNK_TOKENS", 40)
     with PassageKV(enabled("llama"), folder, prefix=BEFORE) as kv, kv.compose(PASSAGES) as cache:
         assert cache.reused["computed"] == FIRST
         assert close(given(kv, cache), exact())
@@ -306,7 +306,7 @@ def test_composing_asks_whether_to_go_on(
     kv: PassageKV, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Before each part that is computed; what is whole by then stays. Nothing is left open."""
-    monkeypatch.setattr(passage_kv, "_CHUNK_TOKENS", 16)
+    monkeypatch.setattr(passage_model, "CHUNK_TOKENS", 16)
     calls, before = 0, len(os.listdir("/proc/self/fd"))
 
     def check(most: int) -> None:
@@ -634,7 +634,7 @@ def test_reads_that_fail(folder: Path, fault: str, error: type[Exception] | None
     ) as kv:
         for each in PASSAGES:
             kv.add(each)
-        shape = kv._rows.shape
+        shape = kv._model.rows.shape
     # behind the prefix, which is packed, and the front of the first passage
     begin = shape.extent_bytes(9) + shape.front_bytes(40)
     end = shape.extent_bytes(9) + shape.extent_bytes(40)

@@ -115,7 +115,7 @@ def test_wrong_arguments_of_a_library(folder: Path) -> None:
             hook.remove()
         assert not passes
         assert kv.stats() == before
-        assert not [each for each in kv._caches if not each.is_closed]
+        assert not kv._caches.under_way
         # what is right is taken
         with kv.compose(iter(["a", PASSAGES[1]]), draft=None) as cache:
             assert cache.passages == [40, 33]

@@ -133,7 +133,7 @@ def count_time(monkeypatch: pytest.MonkeyPatch, draft_s: float, pass_s: float) -
 
     def counted(self: Any, *given: Any) -> torch.Tensor:
         nonlocal now
-        now += draft_s if self._cache.store.is_drafting else pass_s
+        now += draft_s if self._undecided.rows.is_drafting else pass_s
         return forward(self, *given)
 
     monkeypatch.setattr(decoding.Decoding, "_forward", counted)

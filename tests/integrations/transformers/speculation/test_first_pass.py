@@ -120,8 +120,7 @@ def test_a_read_of_that_pass_fails(folder: Path, kind: str, fault: str, value: i
         with pytest.raises(errors.StorageError):
             speculated("llama", asked, cache, max_new_tokens=20)
         assert cache.get_seq_length() == 150
-        assert cache.store.ends is None
-        assert not cache.store.has_tier
+        assert cache.store.proposal is None
         got = speculated("llama", asked, cache, max_new_tokens=20)
     for engine in made:
         engine.close()
@@ -184,7 +183,7 @@ def test_the_disk_reads_while_drafts_are_made(
 
     def watched(self: Any, own: Any, n: int, begin: int, done: int = 0) -> torch.Tensor:
         store = self._cache.store
-        if n > 1 and not store.is_drafting:
+        if n > 1 and not store.proposal.is_drafting:
             device = store.striped.devices[0]
             asked = device.engine.stats().bytes_asked - store.striped.stats().bytes_written
             ahead.append(asked - store.striped.stats().bytes_asked)
@@ -218,7 +217,7 @@ def test_reads_go_further_ahead_while_drafts_are_made(
     def waiting(self: Any, own: Any, n: int, begin: int, done: int = 0) -> torch.Tensor:
         """A draft is as long as the disk needs."""
         store = self._cache.store
-        if store.is_drafting and done == 0:
+        if store.proposal.is_drafting and done == 0:
             stored, window = store.striped.stats().stored_bytes, self._tally.reach.window_bytes
             # of the rows that passes ask for, which after an end are those of fewer sequences
             least = min(stored * len(own) // 3, window) - UNIT_BYTES
@@ -287,7 +286,7 @@ def test_rows_of_a_narrower_format_are_rounded_when_they_come(folder: Path) -> N
         with KVCache(enabled("llama").config, folder, **options) as cache, torch.no_grad():
             for begin in range(0, 70, 7):
                 out = enabled("llama")(ids[:, begin : begin + 7], past_key_values=cache)
-            rows = cache.store.kv[0]
+            rows = cache.store.rows.kv[0]
             assert rows is not None
             assert rows.dtype == torch.bfloat16
             found.append(out.logits)

@@ -137,7 +137,7 @@ def test_more_is_proposed_than_there_is_room_for(
         got = speculated("llama", inputs, cache, max_new_tokens=12, gamma=64)
         assert cache.draft is not None
         assert len(cache.draft.offered) <= 11
-        assert all(rows.stored <= 112 for rows in cache.store.every)
+        assert all(rows.stored <= 112 for rows in cache.store.rows.every)
     assert torch.equal(got, wanted)
 
 

@@ -180,3 +180,25 @@ def test_a_streamer_is_put_every_token(folder: Path, monkeypatch: pytest.MonkeyP
     with KVCache(enabled("llama").config, folder, draft="lookup") as cache:
         speculated("llama", inputs, cache, max_new_tokens=20, streamer=streamer)
     assert streamer.tokens == [*wanted[0].tolist(), -1]
+
+
+@pytest.mark.parametrize("nth", [1, 6])
+def test_a_cache_that_is_reset_meanwhile(folder: Path, nth: int) -> None:
+    """By whoever is told of tokens: no pass has rows to decide on any more. The error says so, and
+    brings the tokens so far; the cache can be used."""
+
+    class Resets(_Put):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 25 + nth:
+                cache.reset()
+
+    inputs = prompt([25])
+    wanted = one_by_one("llama", inputs, max_new_tokens=20)
+    with KVCache(enabled("llama").config, folder, draft="lookup") as cache:
+        with pytest.raises(errors.StateError, match="may be rejected") as caught:
+            speculated("llama", inputs, cache, max_new_tokens=20, streamer=Resets())
+        so_far = caught.value.sequences  # type: ignore[attr-defined]
+        assert so_far.shape[1] >= 25 + nth - 1
+        assert torch.equal(so_far, wanted[:, : so_far.shape[1]])
+        assert torch.equal(speculated("llama", inputs, cache, max_new_tokens=20), wanted)

@@ -50,7 +50,7 @@ def test_what_is_rejected_is_not_written(folder: Path, monkeypatch: pytest.Monke
                 drafting(monkeypatch, wanted, right)
                 got = speculated("llama", inputs, cache, max_new_tokens=60)
                 assert torch.equal(got, wanted)
-            rows = cache.store.kv[0]
+            rows = cache.store.rows.kv[0]
             assert rows is not None
             assert rows.stored <= rows.count == 96
             # a block that one of the last tokens filled may still wait
@@ -72,7 +72,9 @@ def test_a_lead_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     leads = list[int]()
 
     def one_sided(tokens: Any, n: int) -> list[int]:
-        leads.append(max(cache.store.ends) - min(cache.store.ends))
+        assert cache.store.proposal is not None
+        ends = cache.store.proposal.ends
+        leads.append(max(ends) - min(ends))
         return known(tokens, n) if first[: len(tokens)] == tokens.tolist() else []
 
     monkeypatch.setattr(decoding, "continuation", one_sided)
@@ -124,7 +126,7 @@ def test_every_call_fails_once(
                     so_far = error.sequences  # type: ignore[attr-defined]
                     shortest = min(map(_length, so_far))
                     assert torch.equal(so_far[:, :shortest], wanted[:, :shortest])
-                    assert cache.store.ends is None
+                    assert cache.store.proposal is None
                     new = torch.ones(len(so_far), shortest - 37, dtype=torch.int64)
                     mask = torch.cat([inputs["attention_mask"], new], dim=1)
                     said = {"input_ids": so_far[:, :shortest], "attention_mask": mask}

@@ -139,7 +139,7 @@ def test_a_batch_whose_texts_ended_apart_goes_on(
     drafting(monkeypatch, wanted)
     with KVCache(enabled("llama").config, folder, draft="lookup", spill_interval=8) as cache:
         got = speculated("llama", inputs, cache, **ends)
-        assert cache.store.sequences == 3
+        assert cache.store.rows.sequences == 3
         held = cache.get_seq_length()
         assert held >= max(PADDED)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, got.shape[1] - 37).long()], dim=1)
