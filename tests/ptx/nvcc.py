@@ -57,7 +57,8 @@ def compiled(name: str, kind: str = "ptx", capability: int = 90) -> bytes:
     command = [str(nvcc()), "-std=c++17", "-O3", f"-arch=sm_{capability}", f"-{kind}"]
     source = SOURCES / f"{name}.cu"
     digest = hashlib.sha256("\0".join([nvcc_release(), *command[1:]]).encode())
-    digest.update(source.read_bytes())
+    for part in (source, *sorted(SOURCES.glob("*.cuh"))):
+        digest.update(part.read_bytes())
     kept = KEPT / f"{name}-{digest.hexdigest()[:20]}.{kind}"
     if not kept.is_file():
         KEPT.mkdir(parents=True, exist_ok=True)
