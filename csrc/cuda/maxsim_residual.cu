@@ -46,13 +46,11 @@ struct Shape {
   static constexpr int kCopies = kWidth / 4;  // of 16 bytes of a centroid
   static constexpr int kCentroidBytes = kRows * kWidth * 4;
 
-  // Where in shared memory a piece of a row's centroid lies, in 16 bytes. Within a lane's share
-  // they are permuted, so that lanes of two neighbouring rows have different banks.
-  static __device__ __forceinline__ int place(int row, int quarter, int step) {
-    const int by = kSteps == 8   ? quarter | (row & 1) << 2
-                   : kSteps == 4 ? quarter >> 1 | (row & 1) << 1
-                                 : row & 1;
-    return row * kCopies + quarter * kSteps + (step ^ by);
+  // In shared memory the pieces of 16 bytes of a lane's share are permuted, so that lanes of two
+  // neighbouring rows have different banks: a step's number is turned by this.
+  static __device__ __forceinline__ int turn(int row, int quarter) {
+    if (kSteps == 8) return quarter | (row & 1) << 2;
+    return kSteps == 4 ? quarter >> 1 | (row & 1) << 1 : row & 1;
   }
 };
 
@@ -128,14 +126,17 @@ __device__ __forceinline__ void copy_centroids(const Codebook& book, uint32_t to
   own = own < book.n_centroids ? own : 0;
   n_rows = book.n_centroids ? n_rows : 0;
   const int beside = lane / S::kCopies, piece = lane % S::kCopies;
+  const int quarter = piece / S::kSteps, step = piece % S::kSteps;
   const float* const from = book.centroid + piece * 4;
 #pragma unroll
   for (int first = 0; first < S::kRows; first += kAtOnce) {
     const int row = first + beside;
     const uint32_t number = __shfl_sync(kAll, own, row);
+    uint64_t at;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(number), "n"(4 * S::kWidth), "l"(from));
+    const int place = row * S::kCopies + quarter * S::kSteps + (step ^ S::turn(row, quarter));
     if (beside < kAtOnce)
-      copy_ahead(to + S::place(row, piece / S::kSteps, piece % S::kSteps) * 16,
-                 from + uint64_t(number) * S::kWidth, row < n_rows ? 16 : 0);
+      copy_ahead(to + place * 16, reinterpret_cast<const void*>(at), row < n_rows ? 16 : 0);
   }
 }
 
@@ -143,8 +144,9 @@ __device__ __forceinline__ void copy_centroids(const Codebook& book, uint32_t to
 template <typename S>
 struct Rows {
   static constexpr int kWords = (S::kLaneBytes + 3) / 4;
-  uint32_t stage, centroids;
-  uint32_t table;  // of the lane's own banks
+  uint32_t stage;
+  uint32_t share[2];  // of centroids: its places of even and of odd steps begin there
+  uint32_t table;     // at a multiple of its size, and in the lane's own banks
   float lift;
   int lane;
   uint32_t codes[2][kWords];
@@ -154,7 +156,10 @@ struct Rows {
     return stage + (half * 8 + lane / 4) * S::kRowBytes;
   }
 
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin(uint32_t centroids) {
+    const int turn = S::turn(lane / 4, lane % 4);
+    const uint32_t own = centroids + (lane / 4 * S::kCopies + lane % 4 * S::kSteps) * 16;
+    share[0] = own + turn * 16, share[1] = own + (turn ^ 1) * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       squares[half] = 0.0f;
@@ -195,10 +200,11 @@ struct Rows {
         const int bit = number / 2 % 4 * 8 + (number % 2 ? 0 : 4);
         const uint32_t word = codes[half][number / 8];
         const uint32_t moved = bit >= 7 ? word >> (bit - 7) : word << (7 - bit);
-        load_weights<4 / S::kBits>(w + 4 / S::kBits * j, table + (moved & 15 * kPlaceBytes));
+        load_weights<4 / S::kBits>(w + 4 / S::kBits * j, table | (moved & 15 * kPlaceBytes));
       }
-      const int place = S::place(half * 8 + lane / 4, lane % 4, step);
-      const float4 c = load_four(centroids + place * 16);
+      // By 6 steps alone turning is by 0 or 1; the others' shares begin at multiples of theirs.
+      const uint32_t at = S::kSteps == 6 ? share[step % 2] + step / 2 * 32 : share[0] ^ step * 16;
+      const float4 c = load_four(at + half * 8 * S::kCopies * 16);
       // The sum is rounded as without the power of two.
       const float v[4] = {fmaf(c.x, lift, w[0]), fmaf(c.y, lift, w[1]), fmaf(c.z, lift, w[2]),
                           fmaf(c.w, lift, w[3])};
@@ -286,11 +292,11 @@ __device__ __forceinline__ float score_with_care(const Arguments& a, const Codeb
 
 // Products of a tile.
 template <typename S, typename Q>
-__device__ __forceinline__ void multiply_rows(Best& best, Rows<S>& rows, const Q& query, int n_rows,
-                                              const Codebook& book, float most, float& largest) {
+__device__ __forceinline__ void multiply_rows(Best& best, Rows<S>& rows, uint32_t centroids,
+                                              const Q& query, int n_rows, const Codebook& book,
+                                              float most, float& largest) {
   float product[2][kPieces][4] = {};
-  best.clear(product[0], 0, n_rows);
-  rows.begin();
+  rows.begin(centroids);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t high[S::kSteps / 2][4];
@@ -315,6 +321,15 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S>& rows, const Q
   }
 #pragma unroll
   for (int i = 0; i < kPieces * 4; ++i) product[0][i / 4][i % 4] += product[1][i / 4][i % 4];
+  if (n_rows < S::kRows) {  // what is not there can never be the largest
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < kPieces * 2; ++i) {
+        float& sum = product[0][i / 2][half * 2 + i % 2];
+        sum = half * 8 + rows.lane / 4 < n_rows ? sum : -INFINITY;
+      }
+  }
   const float scale[2] = {rows.inverse_length(0, n_rows, book, most, largest),
                           rows.inverse_length(1, n_rows, book, most, largest)};
   best.take(product[0], scale);
@@ -323,13 +338,16 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S>& rows, const Q
 template <int kBits, int kWidth, int kStages>
 __device__ __forceinline__ void maxsim(const Arguments& a, const Codebook& book) {
   using S = Shape<kBits, kWidth>;
-  extern __shared__ __align__(1024) uint8_t memory[];
+  extern __shared__ __align__(1024) uint8_t given[];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, n_warps = blockDim.x / kWarp;
   const int which = blockIdx.x % a.n_queries;
   const float* const values = a.query + int64_t(which) * a.n_query * kWidth;
   float* const score = a.score + which * a.n_docs;
-  // The table; all warps' centroids of two tiles; their rings; what is in their stages.
-  const uint32_t table = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  // The table, at a multiple of its size; all warps' centroids of two tiles; their rings; what is in
+  // their stages.
+  const uint32_t begin = static_cast<uint32_t>(__cvta_generic_to_shared(given));
+  const uint32_t table = (begin + kTableBytes - 1) / kTableBytes * kTableBytes;
+  uint8_t* const memory = given + (table - begin);
   const int n_centroid_bytes = n_warps * 2 * S::kCentroidBytes;
   const uint32_t centroids = table + kTableBytes + warp * 2 * S::kCentroidBytes;
   const uint32_t ring = table + kTableBytes + n_centroid_bytes + warp * kStages * S::kStageBytes;
@@ -369,14 +387,15 @@ __device__ __forceinline__ void maxsim(const Arguments& a, const Codebook& book)
     const int4 what = meta[stage];
     if (what.x < 0) break;
     const int next = stage == kStages - 1 ? 0 : stage + 1;
-    rows.stage = ring + stage * S::kStageBytes, rows.centroids = centroids + slot;
+    rows.stage = ring + stage * S::kStageBytes;
+    const uint32_t present = centroids + slot;
     slot ^= S::kCentroidBytes;
     const int2 then = *reinterpret_cast<const int2*>(meta + next);
     if (then.x >= 0)
       copy_centroids<S>(book, centroids + slot, ring + next * S::kStageBytes, then.y, lane);
     asm volatile("cp.async.commit_group;" ::: "memory");
     stream.produce(stage == 0 ? kStages - 1 : stage - 1);
-    multiply_rows(best, rows, query, what.y, book, most, largest);
+    multiply_rows(best, rows, present, query, what.y, book, most, largest);
     if (what.z) {
       float sum = best.score(query, a.n_query);
 #pragma unroll
