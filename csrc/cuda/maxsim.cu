@@ -134,8 +134,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S, kFormat>& rows
 #pragma unroll(kFormat == kBit1 ? 1 : kTiles)
   for (int tile = 0; tile < kTiles; ++tile) {
     if (kFormat == kBit1 && tile * 16 >= n_rows) break;
-    float product[kPieces][4];
-    best.clear(product, tile, n_rows);
+    float product[kPieces][4] = {};
     rows.begin(tile);
     uint32_t left[S::kSteps][4];
 #pragma unroll
@@ -148,6 +147,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S, kFormat>& rows
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
           multiply<kFormat>(product[piece], left[step], query.part(part, step, piece));
+    if (n_rows < S::kRows) best.mask(product, tile, n_rows);
     const float scale[2] = {rows.scale(tile, 0, n_rows), rows.scale(tile, 1, n_rows)};
     best.take(product, scale);
   }

@@ -282,13 +282,13 @@ struct Best {
     for (int i = 0; i < kPieces * 2; ++i) largest[i / 2][i % 2] = -INFINITY;
   }
 
-  // Sums of products of a tile with rows that are not there can never be the largest.
-  __device__ __forceinline__ void clear(float (*product)[4], int tile, int n_rows) const {
+  // Products of a tile with rows that are not there can never be the largest.
+  __device__ __forceinline__ void mask(float (*product)[4], int tile, int n_rows) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float there = tile * 16 + i / 2 * 8 + lane / 4 < n_rows ? 0.0f : -INFINITY;
+      if (tile * 16 + i / 2 * 8 + lane / 4 < n_rows) continue;
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) product[piece][i] = there;
+      for (int piece = 0; piece < kPieces; ++piece) product[piece][i] = -INFINITY;
     }
   }
 

@@ -232,7 +232,7 @@ struct Rows {
     const bool is_there = half * 8 + lane / 4 < n_rows;
     const bool is_known = load_word(row(half)) < book.n_centroids;
     largest = fmaxf(largest, is_there ? inverse : 0.0f);
-    return !is_there ? 1.0f : is_known ? inverse : __uint_as_float(0x7FC00000u);
+    return is_known ? inverse : __uint_as_float(0x7FC00000u);
   }
 };
 
@@ -321,15 +321,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S>& rows, uint32_
   }
 #pragma unroll
   for (int i = 0; i < kPieces * 4; ++i) product[0][i / 4][i % 4] += product[1][i / 4][i % 4];
-  if (n_rows < S::kRows) {  // what is not there can never be the largest
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < kPieces * 2; ++i) {
-        float& sum = product[0][i / 2][half * 2 + i % 2];
-        sum = half * 8 + rows.lane / 4 < n_rows ? sum : -INFINITY;
-      }
-  }
+  if (n_rows < S::kRows) best.mask(product[0], 0, n_rows);
   const float scale[2] = {rows.inverse_length(0, n_rows, book, most, largest),
                           rows.inverse_length(1, n_rows, book, most, largest)};
   best.take(product[0], scale);

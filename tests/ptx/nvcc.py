@@ -86,6 +86,7 @@ class Launcher:
     def __init__(self, change: Callable[[str], str] | None = None):
         self.change = change
         self.launches: list[str] = []
+        self.n_steps = 0
 
     def __call__(
         self,
@@ -102,7 +103,7 @@ class Launcher:
         program = executable(ptx, kernel, shared_bytes, threads)
         if self.change is not None:
             program = program.like(ptx, self.change(ptx))
-        run(program, kernel, blocks, args)
+        self.n_steps += run(program, kernel, blocks, args)
 
 
 def run(program: Executable, kernel: str, blocks: int, args: Sequence[Argument]) -> int:

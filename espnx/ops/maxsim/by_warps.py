@@ -64,7 +64,9 @@ def shared_bytes(fmt: str, d: int) -> int:
     tiles, stages = RINGS[fmt, d]
     if source_of(fmt) == "maxsim_residual":
         ring_bytes = stages * (_TILE_ROWS * token_format(fmt).token_row_bytes(d) + 16)
-        return _TABLE_BYTES + _BASE_BYTES + WARPS * (_CENTROID_TILES * _TILE_ROWS * 4 * d + ring_bytes)
+        return (
+            _TABLE_BYTES + _BASE_BYTES + WARPS * (_CENTROID_TILES * _TILE_ROWS * 4 * d + ring_bytes)
+        )
     # rows of 16 bits lie multiples of 128 bytes apart, others as they come
     row_bytes = token_format(fmt).token_row_bytes(d)
     pitch = row_bytes if fmt in ("int8", "bit1") else -(-row_bytes // 128) * 128
