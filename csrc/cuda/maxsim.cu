@@ -129,8 +129,8 @@ struct Rows {
 
 // Products of a stage that holds whole rows.
 template <typename S, Format kFormat, int kTiles, typename Q>
-__device__ __forceinline__ void multiply_rows(Best& best, Rows<S, kFormat>& rows,
-                                              const Q& query, int n_rows) {
+__device__ __forceinline__ void multiply_rows(Best& best, Rows<S, kFormat>& rows, const Q& query,
+                                              int n_rows) {
 #pragma unroll(kFormat == kBit1 ? 1 : kTiles)
   for (int tile = 0; tile < kTiles; ++tile) {
     if (kFormat == kBit1 && tile * 16 >= n_rows) break;

@@ -42,6 +42,10 @@ __device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, int n_
                : "memory");
 }
 
+__device__ __forceinline__ void copy_ahead(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ float max_nan(float a, float b) {
   float largest;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
@@ -142,9 +146,17 @@ struct Stream {
 
   __device__ __forceinline__ void load_tile(uint32_t to, int rows) {
     if constexpr (S::kFlat) {
-      const int n_bytes = rows * S::kRowBytes;
+      constexpr int kCopies = (S::kStageBytes / 16 + kWarp - 1) / kWarp;
+      if (kCopies > 3 && rows == S::kRows) {
 #pragma unroll
-      for (int i = 0; i < (S::kStageBytes / 16 + kWarp - 1) / kWarp; ++i) {
+        for (int i = 0; i < kCopies; ++i)
+          if ((i * kWarp + lane) * 16 < S::kStageBytes)
+            copy_ahead(to + lane * 16 + i * kWarp * 16, from + lane * 16 + i * kWarp * 16);
+        return;
+      }
+      const int n_bytes = rows * S::kRowBytes;
+#pragma unroll(kCopies > 3 ? 1 : kCopies)
+      for (int i = 0; i < kCopies; ++i) {
         const int at = (i * kWarp + lane) * 16;
         const int here = min(max(n_bytes - at, 0), 16);
         if (at < S::kStageBytes) copy_ahead(to + at, here ? from + at : from, here);

@@ -89,8 +89,7 @@ __device__ __forceinline__ float lift_of(const Codebook& book, int lane) {
   float peak = lane < 1 << S::kBits ? fabsf(book.weight[lane]) : 0.0f;
   if (book.n_centroids) {
 #pragma unroll
-    for (int k = 0; k < S::kWidth; k += kWarp)
-      peak = fmaxf(peak, fabsf(book.centroid[k + lane]));
+    for (int k = 0; k < S::kWidth; k += kWarp) peak = fmaxf(peak, fabsf(book.centroid[k + lane]));
   }
 #pragma unroll
   for (int by = kWarp / 2; by; by /= 2) peak = fmaxf(peak, __shfl_xor_sync(kAll, peak, by));
@@ -98,8 +97,8 @@ __device__ __forceinline__ float lift_of(const Codebook& book, int lane) {
   return __uint_as_float((265u - exponent) << 23);
 }
 
-// The weight of a row's value k is that of a code whose lowest bit comes first, from a byte's
-// highest bit on.
+// Code i of so many bits: the first code lies in the highest ones, its lowest bit before the
+// others.
 template <int kBits>
 __device__ __forceinline__ int code_of(uint32_t bits, int n_bits, int i) {
   int code = 0;
@@ -214,8 +213,7 @@ struct Rows {
       for (int i = 0; i < 2; ++i) {
         const uint32_t both = fp16_of(v[2 * i], v[2 * i + 1]);
         high[2 * i + half] = both;
-        low[2 * i + half] =
-            fp16_of(v[2 * i] - fp32_of(both), v[2 * i + 1] - fp32_of(both >> 16));
+        low[2 * i + half] = fp16_of(v[2 * i] - fp32_of(both), v[2 * i + 1] - fp32_of(both >> 16));
       }
     }
   }
@@ -335,8 +333,8 @@ __device__ __forceinline__ void maxsim(const Arguments& a, const Codebook& book)
   const int which = blockIdx.x % a.n_queries;
   const float* const values = a.query + int64_t(which) * a.n_query * kWidth;
   float* const score = a.score + which * a.n_docs;
-  // The table, at a multiple of its size; all warps' centroids of two tiles; their rings; what is in
-  // their stages.
+  // The table, at a multiple of its size; all warps' centroids of two tiles; their rings; what is
+  // in their stages.
   const uint32_t begin = static_cast<uint32_t>(__cvta_generic_to_shared(given));
   const uint32_t table = (begin + kTableBytes - 1) / kTableBytes * kTableBytes;
   uint8_t* const memory = given + (table - begin);
@@ -393,8 +391,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a, const Codebook& book)
 #pragma unroll
       for (int by = 4; by < kWarp; by *= 2)
         largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, by));
-      if (!doubt.allows(sum, largest))
-        sum = score_with_care<S>(a, book, values, what.x, lane);
+      if (!doubt.allows(sum, largest)) sum = score_with_care<S>(a, book, values, what.x, lane);
       if (lane == 0) score[what.x] = sum;
       best.begin();
       largest = 0.0f;
@@ -408,14 +405,14 @@ __device__ __forceinline__ void maxsim(const Arguments& a, const Codebook& book)
 // Kernels by bits of a code and values of a row. A block has up to 8 warps, and shared memory for
 // the table, for each warp's centroids of two tiles and ring of STAGES tiles, and for what is in
 // each.
-#define MAXSIM(BITS, WIDTH, STAGES)                                                            \
-  extern "C" __global__ void __launch_bounds__(256, 1) espnx_maxsim_residual##BITS##_##WIDTH(  \
-      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count,  \
-      float* score, uint32_t* claimed, int64_t n_docs, uint32_t n_queries, uint32_t n_query,   \
-      const float* centroid, const float* weight, uint32_t n_centroids) {                      \
-    maxsim<BITS, WIDTH, STAGES>(                                                               \
-        {query, buffer, offset, count, score, claimed, n_docs, int(n_queries), int(n_query)},  \
-        {centroid, weight, n_centroids});                                                      \
+#define MAXSIM(BITS, WIDTH, STAGES)                                                           \
+  extern "C" __global__ void __launch_bounds__(256, 1) espnx_maxsim_residual##BITS##_##WIDTH( \
+      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count, \
+      float* score, uint32_t* claimed, int64_t n_docs, uint32_t n_queries, uint32_t n_query,  \
+      const float* centroid, const float* weight, uint32_t n_centroids) {                     \
+    maxsim<BITS, WIDTH, STAGES>(                                                              \
+        {query, buffer, offset, count, score, claimed, n_docs, int(n_queries), int(n_query)}, \
+        {centroid, weight, n_centroids});                                                     \
   }
 
 MAXSIM(1, 64, 4)

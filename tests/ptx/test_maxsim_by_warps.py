@@ -322,8 +322,8 @@ def with_book(records: Records, centroids: torch.Tensor, weights: torch.Tensor) 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("scale", some([1e-20, 1e-13, 1e-4, 1e4, 1e15], 3))
 def test_codebooks_of_any_scale(scale: float) -> None:
-    """Also ones whose first centroid says nothing of the others, rows shorter than the least length,
-    and tables that lie at odd addresses."""
+    """Also ones whose first centroid says nothing of the others, rows shorter than the least
+    length, and tables that lie at odd addresses."""
     records = scatter([normals(n, 64, seed=n) for n in (20, 1, 3)], "residual2", align_bytes=16)
     query, book = normals(6, 64, seed=9), records.codebook
     assert book is not None

@@ -1,5 +1,5 @@
-"""The CUDA versions of the MaxSim op: check, allocate and launch ``csrc/cuda`` where it has a kernel
-for such rows and a build has compiled it (by_warps.py), else ``kernels/maxsim.py``."""
+"""The CUDA versions of the MaxSim op: check, allocate and launch ``csrc/cuda`` where it has a
+kernel for such rows and a build has compiled it (by_warps.py), else ``kernels/maxsim.py``."""
 
 from __future__ import annotations
 
