@@ -12,10 +12,10 @@
 // for 2^-22 of each. The row's length is summed in fp32 beside that, and products are divided by it
 // before the maximum. Each half of the values has sums of its own, which rounds less than one does.
 //
-// A part of fp16 has a least step. What is lost by that is bounded; where it might be more than
-// 2^-21 of a document's score, or the score is not finite, it is made once more, by plain
-// multiply-adds. Unless values differ by orders of magnitude from the first centroid's, or a score
-// nearly is zero, that does not happen.
+// A part of fp16 has a least step and a largest value. What is lost by the former is bounded; where
+// it might be more than 2^-21 of a document's score, or the score is NaN, which values beyond the
+// latter make it, too, it is made once more, by plain multiply-adds. Unless values differ by orders
+// of magnitude from the first centroid's, or a score nearly is zero, that does not happen.
 #include "maxsim.cuh"
 
 namespace {
@@ -253,7 +253,7 @@ struct Doubt {
   }
 
   __device__ __forceinline__ bool allows(float score, float inverse) const {
-    return fabsf(score) < INFINITY && fabsf(score) >= fmaf(of_inverse, inverse, rest);
+    return fabsf(score) >= fmaf(of_inverse, inverse, rest);  // NaN is not
   }
 };
 
