@@ -158,7 +158,8 @@ def compile_device_code(folder: Path) -> None:
     fails is a warning."""
     nvcc = find_nvcc()
     for source in sorted((CSRC / "cuda").glob("*.cu")) if nvcc else ():
-        digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+        parts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+        digest = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
         target = folder / f"{source.stem}-{digest}.fatbin"
         for old in set(folder.glob(f"{source.stem}-*.fatbin")) - {target}:
             old.unlink()

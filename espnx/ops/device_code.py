@@ -36,8 +36,10 @@ class LaunchError(EspnxError):
 
 
 def source_digest(source: Path) -> str:
-    """The part of a compiled file's name that says of which source it is."""
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    """The part of a compiled file's name that says of which source it is, with the headers beside
+    it."""
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def compiled_file(name: str, package: Path = _PACKAGE) -> Path | None:

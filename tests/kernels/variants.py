@@ -207,14 +207,16 @@ def scoring(
 def scoring_by_warps(fmt: str, d: int) -> DeviceVariant:
     """A kernel of MaxSim in csrc/cuda. In bit1 a loop takes one tile of a stage after another."""
     tiles, stages = by_warps.RINGS[fmt, d]
+    is_residual = token_format(fmt).needs_codebook
     return DeviceVariant(
         f"maxsim {fmt} d {d} by warps",
-        "maxsim",
+        by_warps.source_of(fmt),
         by_warps.name_of(fmt, d),
         32 * by_warps.WARPS,
         by_warps.WARPS * 16 * tiles * token_format(fmt).token_row_bytes(d),
         by_warps.shared_bytes(fmt, d),
         tiles if fmt == "bit1" else 0,
+        has_bar=not is_residual,
         tiles_ahead=stages - 1,
     )
 

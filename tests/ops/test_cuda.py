@@ -92,7 +92,8 @@ def scored(query: torch.Tensor, documents: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "d"), [each for each in by_warps.RINGS if each[0] != "bit1"] + [("fp16", 384)]
+    ("fmt", "d"),
+    [each for each in by_warps.RINGS if each[0] in ("fp16", "bf16", "int8")] + [("fp16", 384)],
 )
 def test_both_versions_of_maxsim_bit_for_bit(fmt: str, d: int) -> None:
     """More documents than warps hold at once, of very different lengths, by two streams at a time,

@@ -67,6 +67,7 @@ ONE: dict[str, Function] = {
     "sqrt": np.sqrt,
     "lg2": np.log2,
     "rcp": np.reciprocal,
+    "rsqrt": lambda value: np.float32(1) / np.sqrt(value),
 }
 COMPARE: dict[str, Function] = {
     "eq": np.equal,

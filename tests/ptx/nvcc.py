@@ -57,7 +57,8 @@ def compiled(name: str, kind: str = "ptx", capability: int = 90) -> bytes:
     command = [str(nvcc()), "-std=c++17", "-O3", f"-arch=sm_{capability}", f"-{kind}"]
     source = SOURCES / f"{name}.cu"
     digest = hashlib.sha256("\0".join([nvcc_release(), *command[1:]]).encode())
-    digest.update(source.read_bytes())
+    for part in (source, *sorted(SOURCES.glob("*.cuh"))):
+        digest.update(part.read_bytes())
     kept = KEPT / f"{name}-{digest.hexdigest()[:20]}.{kind}"
     if not kept.is_file():
         KEPT.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,7 @@ class Launcher:
     def __init__(self, change: Callable[[str], str] | None = None):
         self.change = change
         self.launches: list[str] = []
+        self.n_steps = 0
 
     def __call__(
         self,
@@ -101,7 +103,7 @@ class Launcher:
         program = executable(ptx, kernel, shared_bytes, threads)
         if self.change is not None:
             program = program.like(ptx, self.change(ptx))
-        run(program, kernel, blocks, args)
+        self.n_steps += run(program, kernel, blocks, args)
 
 
 def run(program: Executable, kernel: str, blocks: int, args: Sequence[Argument]) -> int:

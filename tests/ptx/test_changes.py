@@ -128,11 +128,18 @@ def scores_by_warps(fmt: str) -> None:
         records = scatter(documents, fmt, align_bytes=16, seed=4)
         assert records.offset_bytes.argmax() == 6
         query = integers(5, 64, seed=9)
-        if fmt != "int8":
+        codebook = records.codebook
+        expected = maxsim_reference(query, *records.args, codebook=codebook)
+        if fmt == "bf16":
             place = records.offset_bytes[4].item() + 2
             records.buffer[place : place + 2] = torch.tensor([0x80, 0x7F]).to(torch.uint8)
-        found = maxsim_cuda(query, *records.args)
-        expected = maxsim_reference(query, *records.args)
+            expected = maxsim_reference(query, *records.args)
+        elif codebook is not None:
+            place = records.offset_bytes[4].item()
+            records.buffer[place : place + 4] = 0xFF
+            expected[4] = torch.nan
+        tables = () if codebook is None else (codebook.centroids, codebook.bucket_weights)
+        found = maxsim_cuda(query, *records.args, 0, *tables)
         assert torch.allclose(found, expected, rtol=1e-5, equal_nan=True)
 
 
@@ -159,6 +166,7 @@ DEVICE_PROGRAMS: dict[str, Callable[[], None]] = {
     "crc32c by warps": sums_by_warps,
     "maxsim bf16 by warps": lambda: scores_by_warps("bf16"),
     "maxsim int8 by warps": lambda: scores_by_warps("int8"),
+    "maxsim residual2 by warps": lambda: scores_by_warps("residual2"),
 }
 #: The file of csrc/cuda, the kernel where it has several, and how many barriers and waits. Masks of
 #: MaxSim's copies spare the memory reads of the document's first row, in place of rows that are not
@@ -168,6 +176,7 @@ DEVICE_CODE = {
     "crc32c by warps": ("crc32c", "", 1),
     "maxsim bf16 by warps": ("maxsim", "espnx_maxsim_bf16_64", 3),
     "maxsim int8 by warps": ("maxsim", "espnx_maxsim_int8_64", 2),
+    "maxsim residual2 by warps": ("maxsim_residual", "espnx_maxsim_residual2_64", 4),
 }
 #: Of each program's barriers, waits and masks, by their order, those of which none is missed: no
 #: result changes and no rule of the executor is broken without one. Why has not been worked out.

@@ -87,6 +87,8 @@ def bits(*values: float) -> np.ndarray:
         ("lop3.b32 %r9, %r5, 0x0f0f0f0f, 0x33333333, 0xca;", 0xFF00FF00, 0x0F330F33),
         ("{ .reg .b32 %own<1>; mov.b32 %own0, 5; add.u32 %r9, %r5, %own0; }", 7, 12),
         ("cvt.rn.f32.s32 %r9, %r5;", 0xFFFFFFFF, int(bits(-1.0)[0])),
+        ("rsqrt.approx.f32 %r9, %r5;", int(bits(16.0)[0]), int(bits(0.25)[0])),
+        ("rsqrt.approx.f32 %r9, %r5;", 0, int(bits(float("inf"))[0])),
         ("cvt.rna.tf32.f32 %r9, %r5;", 0x3F801000, 0x3F802000),
         ("cvt.rna.tf32.f32 %r9, %r5;", 0x3F800FFF, 0x3F800000),
         ("cvt.rzi.s32.f32 %r9, %r5;", 0xC0200000, 0xFFFFFFFE),  # -2.5

@@ -1,5 +1,5 @@
-"""csrc/cuda/maxsim.cu as nvcc compiles it for sm_90, executed, against the reference within the
-bounds of docs/tolerances.md."""
+"""csrc/cuda/maxsim.cu and maxsim_residual.cu as nvcc compiles them for sm_90, executed, against the
+reference within the bounds of docs/tolerances.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from espnx.benchmarks.kernels.point import Setting
 from espnx.benchmarks.kernels.timing import Clock, recorded_launches
 from espnx.ops import device_code as code
 from espnx.ops import maxsim_reference, token_format
-from espnx.ops.maxsim import by_warps, cuda
+from espnx.ops.maxsim import Codebook, by_warps, cuda
 from espnx.ops.maxsim.by_warps import RINGS
 from espnx.ops.maxsim.cuda import maxsim_cuda
 from tests.ops.records import Records, integers, normals, scatter
@@ -43,12 +43,46 @@ def few(device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cal
     return few
 
 
+def scored(query: torch.Tensor, records: Records) -> torch.Tensor:
+    book = records.codebook
+    tables = () if book is None else (book.centroids, book.bucket_weights)
+    return maxsim_cuda(query, *records.args, 0, *tables)
+
+
 def check(query: torch.Tensor, records: Records) -> None:
     """Of one query, or several."""
-    found, several = maxsim_cuda(query, *records.args), query.dim() == 3
+    found, several = scored(query, records), query.dim() == 3
     for one, scores in zip(*((query, found) if several else ([query], [found])), strict=True):
         bound = maxsim_bound(one, records, tensor_cores=True)
-        assert_scores_close(scores, maxsim_reference(one, *records.args), bound)
+        expected = maxsim_reference(one, *records.args, codebook=records.codebook)
+        assert_scores_close(scores, expected, bound)
+
+
+def exact(
+    query: torch.Tensor, records: Records, centroids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Scores of residual rows by their description in docs/store-format.md, float64; NaN where a
+    centroid does not exist."""
+    nbits, d = int(records.format.removeprefix("residual")), query.shape[-1]
+    row_bytes, scores = 4 + d * nbits // 8, []
+    for begin, count in zip(records.offset_bytes.tolist(), records.n_tokens.tolist(), strict=True):
+        rows = records.buffer[begin : begin + count * row_bytes].view(count, row_bytes)
+        numbers = rows[:, :4].clone().view(torch.int32).view(-1).long()
+        bits = (rows[:, 4:, None] >> torch.arange(7, -1, -1)) & 1
+        codes = (bits.reshape(count, d, nbits).long() << torch.arange(nbits)).sum(-1)
+        is_known = (numbers >= 0) & (numbers < len(centroids))
+        values = torch.full((count, d), torch.nan, dtype=torch.float64)
+        values[is_known] = (centroids[numbers[is_known]] + weights[codes[is_known]]).double()
+        values /= values.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        scores.append((query.double() @ values.T).amax(-1).sum())
+    return torch.stack(scores)
+
+
+def named(records: Records, document: int, row: int, number: int, d: int) -> None:
+    """Writes the number of a residual row's centroid."""
+    at = int(records.offset_bytes[document]) + row * token_format(records.format).token_row_bytes(d)
+    given = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
+    records.buffer[at : at + 4] = given
 
 
 def spoiled(records: Records, document: int, row: int, value: float) -> None:
@@ -90,14 +124,16 @@ def test_as_launched(device_code: Callable[..., Any], fmt: str, d: int) -> None:
     launcher = device_code()
     records = scatter([normals(n, d, seed=n) for n in (19, 0)], fmt, align_bytes=16)
     for few in (slice(0, 1), slice(1, 2), slice(0, 2), slice(0, 0)):
-        part = Records(records.buffer, records.offset_bytes[few], records.n_tokens[few], fmt)
+        some = (records.offset_bytes[few], records.n_tokens[few])
+        part = Records(records.buffer, *some, fmt, records.codebook)
         check(normals(2, 11, d, seed=3), part)
     assert len(launcher.launches) == 3
 
 
 @needs_nvcc
 @pytest.mark.parametrize(
-    ("fmt", "d"), some([("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128)], 3)
+    ("fmt", "d"),
+    some([("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128), ("residual2", 96)], 3),
 )
 @pytest.mark.parametrize("blocks", [7, pytest.param(1, marks=pytest.mark.sweep)])
 def test_several_queries(few: Callable[..., None], fmt: str, d: int, blocks: int) -> None:
@@ -122,12 +158,15 @@ def test_bit_for_bit_where_fp32_is_exact(fmt: str) -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("fmt", "d"), [("fp16", 64), ("int8", 96), ("bit1", 128)])
+@pytest.mark.parametrize(
+    ("fmt", "d"), [("fp16", 64), ("int8", 96), ("bit1", 128), ("residual1", 96)]
+)
 def test_offsets_beyond_32_bits(fmt: str, d: int) -> None:
     records = scatter([normals(n, d, seed=n) for n in (3, 0, 40)], fmt, align_bytes=16)
-    far = Records(moved(records.buffer), records.offset_bytes + BEYOND, records.n_tokens, fmt)
+    places = (records.offset_bytes + BEYOND, records.n_tokens)
+    far = Records(moved(records.buffer), *places, fmt, records.codebook)
     query = normals(5, d, seed=9)
-    assert torch.equal(maxsim_cuda(query, *far.args), maxsim_cuda(query, *records.args))
+    assert torch.equal(scored(query, far), scored(query, records))
 
 
 @needs_nvcc
@@ -152,7 +191,9 @@ def test_what_is_not_finite(fmt: str) -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("fmt", "d"), [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128)])
+@pytest.mark.parametrize(
+    ("fmt", "d"), [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128), ("residual2", 64)]
+)
 def test_queries_of_any_size(fmt: str, d: int) -> None:
     """Tokens of zeros, of values beyond fp16's, and of the largest of fp32."""
     records = scatter([normals(n, d, seed=n) for n in (20, 1)], fmt, align_bytes=16)
@@ -178,7 +219,9 @@ def test_scales_that_are_large_until_a_factor_makes_them_less() -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("fmt", "d"), [("fp16", 96), ("int8", 64), ("bit1", 128)])
+@pytest.mark.parametrize(
+    ("fmt", "d"), [("fp16", 96), ("int8", 64), ("bit1", 128), ("residual4", 64)]
+)
 def test_what_the_launcher_refuses_would_be_a_fault(
     monkeypatch: pytest.MonkeyPatch, fmt: str, d: int
 ) -> None:
@@ -188,9 +231,11 @@ def test_what_the_launcher_refuses_would_be_a_fault(
     monkeypatch.setattr(cuda, "check_aligned", lambda *args: True)
     monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
     with pytest.raises(Fault, match="misaligned"):
-        maxsim_cuda(query, records.buffer, records.offset_bytes - 4, records.n_tokens, fmt)
+        places = (records.offset_bytes - 4, records.n_tokens)
+        scored(query, Records(records.buffer, *places, fmt, records.codebook))
     with pytest.raises(Fault, match=r"bytes at byte .* of argument 1"):
-        maxsim_cuda(query, records.buffer[:-1].clone(), *records.args[1:])
+        buffer = records.buffer[:-1].clone()
+        scored(query, Records(buffer, *records.args[1:], records.codebook))
 
 
 @needs_nvcc
@@ -211,10 +256,11 @@ def test_a_launch_can_be_made_again() -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("few")
-def test_the_work_that_is_timed_is_the_ops() -> None:
+@pytest.mark.parametrize("fmt", ["fp16", "residual2"])
+def test_the_work_that_is_timed_is_the_ops(fmt: str) -> None:
     """`espnx bench kernels`: zeros for what documents are counted in, and the launch, alone."""
     setting = Setting(Clock(torch.device("cpu"), 1), 1 << 10, seed=3)
-    measured = documents.Documents(documents.Shape("fp16", 64, True), setting)
+    measured = documents.Documents(documents.Shape(fmt, 64, True), setting)
     with recorded_launches() as seen:
         found = scoring._work(measured)(0)
     assert measured.check(0, found) is None
@@ -222,6 +268,111 @@ def test_the_work_that_is_timed_is_the_ops() -> None:
     found.fill_(torch.nan)
     seen[0].again()
     assert measured.check(0, found) is None
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("fmt", "d"), some([("residual2", 64), ("residual1", 128), ("residual4", 96)], 3)
+)
+def test_centroids_that_do_not_exist(fmt: str, d: int) -> None:
+    """Nothing outside of the table is read, and of the documents theirs alone are NaN: also where
+    there is no centroid at all."""
+    records = scatter([normals(n, d, seed=n) for n in (17, 40, 1, 9, 2)], fmt, align_bytes=16)
+    for document, row, number in ((0, 16, -1), (1, 3, 13), (2, 0, 2**31 - 1), (4, 1, -(2**31))):
+        named(records, document, row, number, d)
+    query, book = normals(7, d, seed=9), records.codebook
+    assert book is not None
+    found = scored(query, records)
+    assert found.isnan().tolist() == [True, True, True, False, True]
+    expected = exact(query, records, book.centroids, book.bucket_weights)
+    assert found[3].item() == pytest.approx(expected[3].item(), rel=1e-5)
+    none = (torch.empty(0, d), book.bucket_weights)
+    assert maxsim_cuda(query, *records.args, 0, *none).isnan().all()
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("fmt", "d"), some([("residual2", 64), ("residual1", 96)], 2))
+def test_tables_and_queries_that_are_not_finite(fmt: str, d: int) -> None:
+    """The reference's NaNs and infinities, and no more."""
+    records = scatter([normals(n, d, seed=n) for n in (17, 1, 3)], fmt, align_bytes=16)
+    for document, n_rows in enumerate(records.n_tokens.tolist()):
+        for row in range(n_rows):
+            named(records, document, row, document, d)
+    book = records.codebook
+    assert book is not None
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for table, at in ((0, (1, d - 1)), (1, (-1,)), (2, (1, 3))):
+            given = [book.centroids.clone(), book.bucket_weights.clone(), normals(3, d, seed=9)]
+            given[table][at] = value
+            centroids, weights, query = given
+            found = maxsim_cuda(query, *records.args, 0, centroids, weights)
+            expected = exact(query, records, centroids, weights).float()
+            assert torch.allclose(found, expected, rtol=1e-5, equal_nan=True), (value, table)
+
+
+def with_book(records: Records, centroids: torch.Tensor, weights: torch.Tensor) -> Records:
+    assert records.codebook is not None
+    book = Codebook(centroids, records.codebook.bucket_cutoffs, weights)
+    return Records(*records.args, book)
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("scale", some([1e-20, 1e-13, 1e-4, 1e4, 1e15], 3))
+def test_codebooks_of_any_scale(scale: float) -> None:
+    """Also ones whose first centroid says nothing of the others, rows shorter than the least
+    length, and tables that lie at odd addresses."""
+    records = scatter([normals(n, 64, seed=n) for n in (20, 1, 3)], "residual2", align_bytes=16)
+    query, book = normals(6, 64, seed=9), records.codebook
+    assert book is not None
+    centroids, weights = book.centroids * scale, book.bucket_weights * scale
+    flat = torch.cat([torch.zeros(1), centroids.flatten()])
+    assert flat[1:].data_ptr() % 16
+    check(query, with_book(records, flat[1:].view(-1, 64), weights))
+    for first in (0.0, 1e6):
+        centroids[0] *= first
+        check(query, with_book(records, centroids, weights * min(first, 1.0)))
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("fmt", ["residual1", "residual4"])
+def test_what_fp16_has_no_steps_for(fmt: str) -> None:
+    """Queries that see only values far below a row's largest, or only rows of zeros: the bound has
+    no part for the steps that parts of fp16 have."""
+    records = scatter([normals(n, 64, seed=n) for n in (18, 1)], fmt, align_bytes=16)
+    book = records.codebook
+    assert book is not None
+    centroids = book.centroids.clone()
+    centroids[:, 5] *= 1e-8
+    weights = torch.zeros_like(book.bucket_weights)
+    query = torch.zeros(2, 64)
+    query[0, 5], query[1, 5] = 1.0, 0.3
+    check(query, with_book(records, centroids, weights))
+    query[:, 7] = 1e-9  # beside a value of its own that is far above it
+    centroids[:, 5] = 0.0
+    check(query, with_book(records, centroids, weights))
+    zeros = with_book(records, torch.zeros_like(centroids), weights)
+    assert torch.equal(scored(query, zeros), torch.zeros(2))
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
+def test_what_is_made_once_more_is_rare(device_code: Callable[..., Any]) -> None:
+    """Or every result would be right, and slow: documents of residual rows for which tensor cores
+    suffice take a fraction of the instructions."""
+    records = scatter([normals(20, 64, seed=n) for n in range(4)], "residual2", align_bytes=16)
+    book, query, n_steps = records.codebook, normals(8, 64, seed=9), []
+    assert book is not None
+    for first in (1.0, 1e6):  # which says nothing of the others
+        centroids = book.centroids.clone()
+        centroids[0] *= first
+        launcher = device_code()
+        scored(query, with_book(records, centroids, book.bucket_weights))
+        n_steps.append(launcher.n_steps)
+    assert n_steps[0] < 0.1 * n_steps[1]
 
 
 def test_blocks_are_as_many_as_the_device_has_multiprocessors(
@@ -253,14 +404,16 @@ def test_triton_has_the_rest(
         ("fp16", 80, 32, 0),
         ("bf16", 256, 32, 0),
         ("bit1", 64, 32, 0),
+        ("residual2", 80, 32, 0),
         ("fp16", 128, 33, 0),
+        ("residual2", 64, 32, 4),
         ("int8", 64, 32, 4),
     ):
         records = scatter(documents[d], fmt, align_bytes=16)
         buffer = torch.cat([torch.zeros(before, dtype=torch.uint8), records.buffer])
         places = (records.offset_bytes + before, records.n_tokens)
         with pytest.raises(UsesTritonError):
-            maxsim_cuda(normals(n_query_tokens, d), buffer, *places, fmt)
+            scored(normals(n_query_tokens, d), Records(buffer, *places, fmt, records.codebook))
     monkeypatch.setattr(code, "is_there", lambda *args: False)
     records = scatter(documents[128], "fp16", align_bytes=16)
     with pytest.raises(UsesTritonError):
@@ -271,5 +424,9 @@ def test_triton_has_the_rest(
 def test_rings_are_those_of_the_source() -> None:
     text = (SOURCES / "maxsim.cu").read_text()
     found = re.findall(r"^MAXSIM\((\w+)_(\d+), \w+, (\d+), (\d+), (\d+)\)$", text, re.MULTILINE)
-    assert {(fmt, int(d)): (int(tiles), int(stages)) for fmt, d, _, tiles, stages in found} == RINGS
     assert all(d == width for _, d, width, *_ in found)
+    rings = {(fmt, int(d)): (int(tiles), int(stages)) for fmt, d, _, tiles, stages in found}
+    text = (SOURCES / "maxsim_residual.cu").read_text()
+    for nbits, d, stages in re.findall(r"^MAXSIM\((\d), (\d+), (\d)\)$", text, re.MULTILINE):
+        rings[f"residual{nbits}", int(d)] = (1, int(stages))
+    assert rings == RINGS

@@ -1,5 +1,5 @@
-"""The CUDA versions of the MaxSim op: check, allocate and launch ``csrc/cuda/maxsim.cu`` where it
-has a kernel for such rows and a build has compiled it (by_warps.py), else ``kernels/maxsim.py``."""
+"""The CUDA versions of the MaxSim op: check, allocate and launch ``csrc/cuda`` where it has a
+kernel for such rows and a build has compiled it (by_warps.py), else ``kernels/maxsim.py``."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def launch_scores(
         and is_aligned
         and by_warps.is_compiled(token.name, d, n_query_tokens, query.device)
     ):
-        by_warps.launch(query, buffer, offsets, counts, scores, token.name)
+        by_warps.launch(query, buffer, offsets, counts, scores, token.name, tables)
         return
     kernel: Any = load_kernel("maxsim")
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
