@@ -1,0 +1,676 @@
+// Attention over long rows of fp16 or bf16 in blocks of a byte buffer: rows that are K and V at once
+// (latent rows, X rows), and K and V rows. kernels/attention.py says what the arguments mean.
+//
+// o[i] = sum over the rows r that query i sees of softmax_r(<query[i], k_r>) v_r, and lse, the
+// logarithm of its denominator; 8, 16 or 32 queries of a head over one part of its rows a block.
+//
+// Each warp has 64 values of all rows: it copies them into a ring of its own in shared memory, 32
+// rows a tile, asynchronously; holds those of the queries in registers, in the parts that tensor
+// cores take (two of fp16 or three of bf16, which add up to them); and sums those of V. So a row is
+// brought once, whether it is both or not, and read from shared memory twice. Rows are the left
+// operand of products, queries and weights the right one, of which a tensor core takes 8. Warps meet
+// twice in a tile: when each has its share of the scores, and when these are weights. Between, a
+// lane has a row, and a warp two queries at a time. Scores are in powers of two.
+//
+// A value of V that is not finite makes sums of queries so that do not see its row, since zero times
+// infinity is NaN: where a sum is not finite all of them are made once more, by plain multiply-adds
+// of those who see a row.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace {
+
+constexpr int kWarp = 32, kRows = 32;  // rows of a tile: one a lane
+constexpr int kSlice = 64;             // values of a row that a warp has, 128 bytes
+constexpr int kSteps = kSlice / 16, kTiles = kRows / 16;
+constexpr int kSliceBytes = kRows * kSlice * 2;
+constexpr int kWarps = 16;
+// Between two queries' scores, in floats, and weights, in bytes: so that stores of scores and loads
+// of weights are each in different banks.
+constexpr int kScorePitch = kRows + 4, kWeightPitch = kRows * 2 + 16;
+constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+// Exponents that values have in fp16, so that what the first part misses is in the second one's
+// range: 2^14 for the largest of a query, 2^13 for the largest weight.
+constexpr int kQueryBits = 14;
+constexpr float kWeightBits = 13.0f;
+
+struct Arguments {
+  const float* query;  // [n_heads, n_queries, d]
+  const uint8_t* buffer;
+  const int64_t* offset;         // [n_heads, n_blocks], in bytes, of blocks
+  const int64_t* count;          // [n_sequences], of rows
+  const uint8_t* visible;        // [n_sequences, visible_stride]
+  const int64_t* last_position;  // [n_sequences, q_len]
+  const int64_t* position;       // [n_sequences, q_len]
+  const float* slope;            // [n_heads, n_queries]
+  float* o;                      // [n_splits, n_heads, n_queries, dv]
+  float* lse;                    // [n_splits, n_heads, n_queries]
+  int64_t n_heads, n_blocks, visible_stride, v_begin;
+  int n_kv, n_queries, q_len, block_rows, split_rows;
+  int d, dv, stages, window;
+  bool is_both, has_last, has_slopes;
+  float soft_cap;
+};
+
+// What is to be known of a query: the rows that it sees, and what is done to its scores.
+struct Place {
+  int first, last, position;
+  float slope, factor, down;
+  float best, alpha;
+};
+
+__device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, int n_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n_bytes)
+               : "memory");
+}
+
+// Waits until at most so many of a lane's groups of copies are under way.
+__device__ __forceinline__ void wait_for_copies(int n_left) {
+  if (n_left == 0)
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  else if (n_left == 1)
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+__device__ __forceinline__ float log2_of(float x) {
+  float found;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
+
+// Good to a few units in the last place also near 0, where 1 - e^-2x would lose all: Taylor's series
+// up to x^9 is off by 2^-27 at most below 1/4.
+__device__ __forceinline__ float tanh_of(float x) {
+  const float size = fabsf(x), square = x * x;
+  float series = square * (62.0f / 2835.0f) - 17.0f / 315.0f;
+  series = (series * square + 2.0f / 15.0f) * square - 1.0f / 3.0f;
+  const float e = power_of_two(-2.0f * kLog2E * size), far = (1.0f - e) / (1.0f + e);
+  return size < 0.25f ? x + x * square * series : x < 0.0f ? -far : far;
+}
+
+// The largest number of a warp's; NaNs are none.
+__device__ __forceinline__ float largest_of(float x) {
+  const int bits = __float_as_int(x == x ? x : -INFINITY);
+  const int key = bits ^ ((bits >> 31) & 0x7FFFFFFF);  // ordered as the numbers are
+  const int most = __reduce_max_sync(kAll, key);
+  return __int_as_float(most ^ ((most >> 31) & 0x7FFFFFFF));
+}
+
+template <bool kBf16>
+__device__ __forceinline__ void multiply(float* sum, const uint32_t* a, uint2 b) {
+  if constexpr (kBf16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  }
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t* a, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_turned(uint32_t* a, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ float fp32_of(uint32_t half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
+  return value;
+}
+
+// One of the parts of a number: in fp16 the number and what that misses, in bf16 its leading bits,
+// those of what they miss, and so on.
+template <bool kBf16>
+__device__ __forceinline__ uint32_t part_of(float value, int part) {
+  if constexpr (kBf16) {
+    const uint32_t bits = __float_as_uint(value);
+    if (part == 0) return bits >> 16;
+    const float rest = value - __uint_as_float(bits & 0xFFFF0000u);
+    const uint32_t rest_bits = __float_as_uint(rest);
+    if (part == 1) return rest_bits >> 16;
+    const float last = rest - __uint_as_float(rest_bits & 0xFFFF0000u);
+    return __bfloat16_as_ushort(__float2bfloat16_rn(last));
+  } else {
+    const uint32_t high = __half_as_ushort(__float2half_rn(value));
+    return part == 0 ? high : __half_as_ushort(__float2half_rn(value - fp32_of(high)));
+  }
+}
+
+template <bool kBf16, int kPieces>  // of 8 queries
+struct Shape {
+  static constexpr int kParts = kBf16 ? 3 : 2;
+  static constexpr int kQueries = 8 * kPieces;
+  static constexpr int kScoreFloats = kQueries * kScorePitch;  // of a warp's share
+};
+
+// Where things lie in shared memory, after the rings.
+template <typename S>
+struct Shared {
+  uint8_t* memory;
+  int ring_bytes, n_slices;  // of K
+
+  __device__ __forceinline__ float* score(int slice) const {
+    return reinterpret_cast<float*>(memory + ring_bytes) + slice * S::kScoreFloats;
+  }
+  // Weights by part, query and row; with care: floats by row and query.
+  __device__ __forceinline__ uint8_t* weights() const {
+    return reinterpret_cast<uint8_t*>(score(n_slices));
+  }
+  __device__ __forceinline__ float* total() const {  // by query and lane
+    return reinterpret_cast<float*>(weights() + S::kParts * S::kQueries * kWeightPitch);
+  }
+  __device__ __forceinline__ Place* places() const {
+    return reinterpret_cast<Place*>(total() + S::kQueries * kWarp);
+  }
+  __device__ __forceinline__ int* flags() const {  // of each warp: a sum of its is not finite
+    return reinterpret_cast<int*>(places() + S::kQueries);
+  }
+};
+
+// A block's work: some queries of a head, and some of its rows.
+struct Work {
+  int64_t head, sequence, split;
+  int q_begin, begin, end, last_row;
+};
+
+__device__ __forceinline__ Work work_of(const Arguments& a, int n_queries) {
+  Work work;
+  const int q_blocks = (a.n_queries + n_queries - 1) / n_queries;
+  const int64_t rest = blockIdx.x / q_blocks;
+  work.q_begin = int(blockIdx.x % q_blocks) * n_queries;
+  work.split = rest / a.n_heads, work.head = rest % a.n_heads;
+  work.sequence = work.head / a.n_kv;
+  work.last_row = int(a.count[work.sequence]);
+  work.begin = int(min(work.split * a.split_rows, int64_t(work.last_row)));
+  work.end = min(work.begin + a.split_rows, work.last_row);
+  return work;
+}
+
+// A warp's ring: its values of tiles of rows.
+struct Ring {
+  const Arguments& a;
+  const Work& work;
+  int lane, warp, k_slices, v_slices;
+  uint32_t memory;  // of all warps' rings
+  // The tile that is asked for next, and of it where the lane's row lies.
+  int next, in_block;
+  int64_t offset;
+
+  __device__ __forceinline__ uint32_t keys(int stage) const {
+    return memory + (stage * (k_slices + (a.is_both ? 0 : v_slices)) + warp) * kSliceBytes;
+  }
+  __device__ __forceinline__ uint32_t values(int stage) const {
+    return keys(stage) + (a.is_both ? 0 : k_slices * kSliceBytes);
+  }
+
+  __device__ __forceinline__ void look_up() {
+    const unsigned row = min(next + lane, work.end - 1), rows = a.block_rows;
+    const unsigned block = row / rows;
+    in_block = int(row - block * rows);
+    offset = a.offset[work.head * a.n_blocks + block];
+  }
+
+  __device__ __forceinline__ void begin() {
+    next = work.begin;
+    if (next < work.end) look_up();
+  }
+
+  // 16 bytes a lane: eight lanes have a row's 128, which are permuted, so that the same 16 bytes of
+  // eight rows are in different banks. Zeros stand for what is not there.
+  __device__ __forceinline__ void produce(int stage) {
+    if (next < work.end) {
+      const int piece = lane % 8, column = warp * kSlice + piece * 8;
+      const uint32_t k_slot = keys(stage), v_slot = values(stage);
+#pragma unroll
+      for (int i = 0; i < kRows / 4; ++i) {
+        const int row = i * 4 + lane / 8;
+        const uint32_t low = __shfl_sync(kAll, uint32_t(offset), row);
+        const uint32_t high = __shfl_sync(kAll, uint32_t(offset >> 32), row);
+        const int64_t place = __shfl_sync(kAll, in_block, row);
+        const uint8_t* const block = a.buffer + int64_t(uint64_t(high) << 32 | low);
+        const bool is_row = next + row < work.end;
+        const int at = row * 128 + (piece ^ (row & 7)) * 16;
+        if (warp < k_slices) {
+          const bool is_there = is_row && column < a.d;
+          copy_ahead(k_slot + at, block + (is_there ? (place * a.d + column) * 2 : 0),
+                     is_there ? 16 : 0);
+        }
+        if (!a.is_both && warp < v_slices) {
+          const bool is_there = is_row && column < a.dv;
+          copy_ahead(v_slot + at,
+                     block + (is_there ? a.v_begin + (place * a.dv + column) * 2 : 0),
+                     is_there ? 16 : 0);
+        }
+      }
+      next += kRows;
+      if (next < work.end) look_up();
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+};
+
+// Notes what is to be known of each query.
+template <bool kBf16, typename S>
+__device__ __forceinline__ void note_places(const Arguments& a, const Work& work,
+                                            const Shared<S>& shared, int warp, int n_warps,
+                                            int lane) {
+#pragma unroll 1
+  for (int q = warp; q < S::kQueries; q += n_warps) {
+    const int number = work.q_begin + q;
+    Place place{0, -1, 0, 0.0f, 1.0f, 1.0f, -INFINITY, 1.0f};
+    if (number < a.n_queries) {
+      const int64_t at = work.head * a.n_queries + number;
+      if constexpr (!kBf16) {
+        float peak = 0.0f;
+#pragma unroll 4
+        for (int k = lane; k < a.d; k += kWarp) peak = fmaxf(peak, fabsf(a.query[at * a.d + k]));
+        // numbers that are not negative are ordered as their bits are
+        const int exponent =
+            min(max(__reduce_max_sync(kAll, __float_as_int(peak)) >> 23, kQueryBits + 1), 253);
+        place.down = __int_as_float((254 - exponent + kQueryBits) << 23);
+        place.factor = __int_as_float((exponent - kQueryBits) << 23);
+      }
+      const int64_t at_position = work.sequence * a.q_len + number % a.q_len;
+      const int64_t last = a.has_last ? a.last_position[at_position] : int64_t(work.last_row);
+      place.last = int(min(max(last, int64_t(-1)), int64_t(work.end - 1)));
+      if (a.window || a.has_slopes) place.position = int(a.position[at_position]);
+      if (a.window) place.first = place.position - a.window + 1;
+      if (a.has_slopes) place.slope = a.slope[at];
+    }
+    if (lane == 0) shared.places()[q] = place;
+  }
+}
+
+// The queries' values that a warp has, as right operands.
+template <bool kBf16, int kPieces>
+struct Queries {
+  using S = Shape<kBf16, kPieces>;
+  uint2 held[S::kParts][kSteps][kPieces];
+
+  __device__ __forceinline__ void load(const Arguments& a, const Work& work,
+                                       const Shared<S>& shared, int warp, int lane) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int q = piece * 8 + lane / 4, number = work.q_begin + q;
+      const float down = shared.places()[q].down;
+      const float* const values = a.query + (work.head * a.n_queries + number) * a.d;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int k = warp * kSlice + step * 16 + 2 * (lane % 4);
+        float2 low = make_float2(0.0f, 0.0f), high = low;
+        if (number < a.n_queries && k < a.d) low = *reinterpret_cast<const float2*>(values + k);
+        if (number < a.n_queries && k + 8 < a.d)
+          high = *reinterpret_cast<const float2*>(values + k + 8);
+        low.x *= down, low.y *= down, high.x *= down, high.y *= down;
+#pragma unroll
+        for (int part = 0; part < S::kParts; ++part)
+          held[part][step][piece] =
+              make_uint2(part_of<kBf16>(low.x, part) | part_of<kBf16>(low.y, part) << 16,
+                         part_of<kBf16>(high.x, part) | part_of<kBf16>(high.y, part) << 16);
+      }
+    }
+  }
+
+  // A warp's share of the scores of a tile.
+  __device__ __forceinline__ void score(uint32_t keys, float* score, int lane) const {
+    float product[kTiles][kPieces][4];
+#pragma unroll
+    for (int i = 0; i < kTiles * kPieces * 4; ++i)
+      product[i / (kPieces * 4)][i / 4 % kPieces][i % 4] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint32_t left[4];
+        const int row = tile * 16 + lane % 16, piece = step * 2 + lane / 16;
+        load_matrices(left, keys + row * 128 + (piece ^ (row & 7)) * 16);
+#pragma unroll
+        for (int part = S::kParts - 1; part >= 0; --part)
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece)
+            multiply<kBf16>(product[tile][piece], left, held[part][step][piece]);
+      }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int q = piece * 8 + lane % 4 * 2 + i % 2;
+          score[q * kScorePitch + tile * 16 + lane / 4 + i / 2 * 8] = product[tile][piece][i];
+        }
+  }
+};
+
+// Weights of a tile's rows of which a lane has one, two queries at a time, from the scores' shares.
+template <bool kBf16, bool kCareful, typename S>
+__device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& shared, int row,
+                                      bool is_visible, int warp, int n_warps, int lane) {
+#pragma unroll 1
+  for (int first = 2 * warp; first < S::kQueries; first += 2 * n_warps) {
+    float sum[2] = {0.0f, 0.0f}, alpha[2], above[2];
+#pragma unroll 4
+    for (int slice = 0; slice < shared.n_slices; ++slice)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        sum[i] += shared.score(slice)[(first + i) * kScorePitch + lane];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int q = first + i;
+      const Place place = shared.places()[q];
+      float score = sum[i] * place.factor;
+      if (a.soft_cap > 0.0f) score = a.soft_cap * tanh_of(score / a.soft_cap);
+      if (a.has_slopes) score += place.slope * float(row - place.position);
+      score *= kLog2E;
+      const bool is_seen = is_visible && row >= place.first && row <= place.last;
+      if (!is_seen) score = -INFINITY;
+      above[i] = fmaxf(place.best, largest_of(score));
+      // A query that has seen no row yet has no peak to subtract.
+      const float peak = above[i] == -INFINITY ? 0.0f : above[i];
+      alpha[i] = power_of_two(place.best - peak);
+      const float weight = power_of_two(score - (kBf16 ? peak : peak - kWeightBits));
+      float* const total = shared.total() + q * kWarp + lane;
+      *total = *total * alpha[i] + weight;
+      if constexpr (kCareful) {
+        // of a row that is not seen: below 0
+        reinterpret_cast<float*>(shared.weights())[lane * S::kQueries + q] =
+            is_seen ? weight : -1.0f;
+      } else {
+#pragma unroll
+        for (int part = 0; part < S::kParts; ++part)
+          *reinterpret_cast<uint16_t*>(shared.weights() + (part * S::kQueries + q) * kWeightPitch +
+                                       lane * 2) = uint16_t(part_of<kBf16>(weight, part));
+      }
+    }
+    __syncwarp();  // all lanes have read what one of them writes now
+    if (lane < 2) {
+      shared.places()[first + lane].best = lane ? above[1] : above[0];
+      shared.places()[first + lane].alpha = lane ? alpha[1] : alpha[0];
+    }
+  }
+}
+
+// A warp's sums of V: of its values 16 * tile + lane / 4 and eight further, for queries
+// 8 * piece + 2 * (lane % 4) and the next.
+template <bool kBf16, int kPieces>
+struct Sums {
+  using S = Shape<kBf16, kPieces>;
+  float sum[kSteps][kPieces][4];
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int i = 0; i < kSteps * kPieces * 4; ++i)
+      sum[i / (kPieces * 4)][i / 4 % kPieces][i % 4] = 0.0f;
+  }
+
+  __device__ __forceinline__ void add(const Shared<S>& shared, uint32_t values, int lane) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const Place* const place = shared.places() + piece * 8 + lane % 4 * 2;
+      const float alpha[2] = {place[0].alpha, place[1].alpha};
+#pragma unroll
+      for (int tile = 0; tile < kSteps; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[tile][piece][i] *= alpha[i % 2];
+    }
+    const uint32_t weights = static_cast<uint32_t>(__cvta_generic_to_shared(shared.weights()));
+#pragma unroll
+    for (int step = 0; step < kTiles; ++step) {  // of 16 rows
+      uint2 right[S::kParts][kPieces];
+#pragma unroll
+      for (int part = 0; part < S::kParts; ++part)
+        load_weights(right[part], weights + part * S::kQueries * kWeightPitch, step, lane);
+#pragma unroll
+      for (int tile = 0; tile < kSteps; ++tile) {
+        uint32_t left[4];
+        const int row = step * 16 + lane / 16 * 8 + lane % 8, piece = tile * 2 + lane / 8 % 2;
+        load_turned(left, values + row * 128 + (piece ^ (row & 7)) * 16);
+#pragma unroll
+        for (int part = S::kParts - 1; part >= 0; --part)
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece)
+            multiply<kBf16>(sum[tile][piece], left, right[part][piece]);
+      }
+    }
+  }
+
+  // Of one part, 16 rows' weights; of 8 queries those of the next 16 rows come along, or the same
+  // ones twice.
+  __device__ __forceinline__ static void load_weights(uint2* right, uint32_t part, int step,
+                                                      int lane) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; piece += 2) {
+      uint32_t words[4];
+      const int q = (piece + (kPieces > 1 ? lane / 16 : 0)) * 8 + lane % 8;
+      load_matrices(words, part + q * kWeightPitch + (step * 2 + lane / 8 % 2) * 16);
+      right[piece] = make_uint2(words[0], words[1]);
+      if (kPieces > 1) right[piece + 1 < kPieces ? piece + 1 : 0] = make_uint2(words[2], words[3]);
+    }
+  }
+
+  __device__ __forceinline__ bool is_finite() const {
+    bool found = true;
+#pragma unroll
+    for (int i = 0; i < kSteps * kPieces * 4; ++i)
+      found = found && fabsf(sum[i / (kPieces * 4)][i / 4 % kPieces][i % 4]) < INFINITY;
+    return found;
+  }
+
+  __device__ __forceinline__ void store(const Arguments& a, const Work& work,
+                                        const Shared<S>& shared, float* o, int warp,
+                                        int lane) const {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q = piece * 8 + lane % 4 * 2 + i % 2;
+        const float total = shared.total()[q * kWarp];
+#pragma unroll
+        for (int tile = 0; tile < kSteps; ++tile) {
+          const int column = warp * kSlice + tile * 16 + i / 2 * 8 + lane / 4;
+          if (work.q_begin + q < a.n_queries && column < a.dv)
+            o[int64_t(q) * a.dv + column] = total == 0.0f ? 0.0f : sum[tile][piece][i] / total;
+        }
+      }
+  }
+};
+
+// The same sums by plain multiply-adds of those who see a row: of values 2 * lane and the next.
+template <bool kBf16, int kPieces>
+struct CarefulSums {
+  using S = Shape<kBf16, kPieces>;
+  float sum[S::kQueries][2];
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int i = 0; i < S::kQueries * 2; ++i) sum[i / 2][i % 2] = 0.0f;
+  }
+
+  __device__ __forceinline__ void add(const Shared<S>& shared, uint32_t values, int lane) {
+#pragma unroll
+    for (int q = 0; q < S::kQueries; ++q) {
+      const float alpha = shared.places()[q].alpha;
+      sum[q][0] *= alpha, sum[q][1] *= alpha;
+    }
+#pragma unroll 1
+    for (int row = 0; row < kRows; ++row) {
+      uint32_t word;
+      asm volatile("ld.shared.b32 %0, [%1];"
+                   : "=r"(word)
+                   : "r"(values + row * 128 + ((lane / 4) ^ (row & 7)) * 16 + lane % 4 * 4)
+                   : "memory");
+      const float first = kBf16 ? __uint_as_float(word << 16) : fp32_of(word);
+      const float second = kBf16 ? __uint_as_float(word & 0xFFFF0000u) : fp32_of(word >> 16);
+      const float* const weights =
+          reinterpret_cast<const float*>(shared.weights()) + row * S::kQueries;
+#pragma unroll
+      for (int q = 0; q < S::kQueries; ++q) {
+        const float weight = weights[q];
+        if (weight < 0.0f) continue;
+        sum[q][0] = fmaf(weight, first, sum[q][0]), sum[q][1] = fmaf(weight, second, sum[q][1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Arguments& a, const Work& work,
+                                        const Shared<S>& shared, float* o, int warp,
+                                        int lane) const {
+    const int column = warp * kSlice + 2 * lane;
+    if (column >= a.dv) return;
+#pragma unroll
+    for (int q = 0; q < S::kQueries; ++q) {
+      const float total = shared.total()[q * kWarp];
+      if (work.q_begin + q < a.n_queries)
+        for (int i = 0; i < 2; ++i)
+          o[int64_t(q) * a.dv + column + i] = total == 0.0f ? 0.0f : sum[q][i] / total;
+    }
+  }
+};
+
+// The sums over a block's rows. Ends with all weights' sums by lane in shared memory.
+template <bool kBf16, bool kCareful, int kPieces, typename V>
+__device__ __forceinline__ void attend(const Arguments& a, const Work& work,
+                                       const Shared<Shape<kBf16, kPieces>>& shared, Ring& ring,
+                                       const Queries<kBf16, kPieces>& queries, V& sums, int warp,
+                                       int n_warps, int lane) {
+  const uint8_t* const visible = a.visible + work.sequence * a.visible_stride;
+  int stage = 0;
+  sums.begin();
+#pragma unroll 1
+  for (int first = work.begin; first < work.end; first += kRows) {
+    wait_for_copies(a.stages - 2);
+    __syncwarp();  // all lanes' copies are there, and all have read the stage before
+    ring.produce(stage == 0 ? a.stages - 1 : stage - 1);
+    const int row = first + lane;
+    const bool is_visible = a.visible_stride == 0 || visible[min(row, work.end - 1)] != 0;
+    if (warp < ring.k_slices) queries.score(ring.keys(stage), shared.score(warp), lane);
+    __syncthreads();
+    weigh<kBf16, kCareful>(a, shared, row, is_visible, warp, n_warps, lane);
+    __syncthreads();
+    if (warp < ring.v_slices) sums.add(shared, ring.values(stage), lane);
+    stage = stage == a.stages - 1 ? 0 : stage + 1;
+  }
+}
+
+// Each query's sum of weights, in its first lane's place, and with `lse` its logarithm.
+template <bool kBf16, typename S>
+__device__ __forceinline__ void add_up(const Arguments& a, const Work& work,
+                                       const Shared<S>& shared, float* lse, int warp, int n_warps,
+                                       int lane) {
+#pragma unroll 1
+  for (int q = warp; q < S::kQueries; q += n_warps) {
+    float total = shared.total()[q * kWarp + lane];
+#pragma unroll
+    for (int by = kWarp / 2; by; by /= 2) total += __shfl_xor_sync(kAll, total, by);
+    if (lane == 0) {
+      shared.total()[q * kWarp] = total;
+      const float best = shared.places()[q].best - (kBf16 ? 0.0f : kWeightBits);
+      if (work.q_begin + q < a.n_queries)
+        lse[q] = total == 0.0f ? -INFINITY : (best + log2_of(total)) * kLn2;
+    }
+  }
+}
+
+template <bool kBf16, int kPieces>
+__device__ __forceinline__ void attention(const Arguments& a) {
+  using S = Shape<kBf16, kPieces>;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, n_warps = blockDim.x / kWarp;
+  const int k_slices = (a.d + kSlice - 1) / kSlice, v_slices = (a.dv + kSlice - 1) / kSlice;
+  const int tile_slices = k_slices + (a.is_both ? 0 : v_slices);
+  const Work work = work_of(a, S::kQueries);
+  const Shared<S> shared{memory, a.stages * tile_slices * kSliceBytes, k_slices};
+  Ring ring{a,        work, lane, warp, k_slices, v_slices,
+            static_cast<uint32_t>(__cvta_generic_to_shared(memory)), 0, 0, 0};
+  ring.begin();
+#pragma unroll 1
+  for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
+
+  note_places<kBf16>(a, work, shared, warp, n_warps, lane);
+  for (int q = warp; q < S::kQueries; q += n_warps) shared.total()[q * kWarp + lane] = 0.0f;
+  __syncthreads();
+  Queries<kBf16, kPieces> queries;
+  queries.load(a, work, shared, warp, lane);
+
+  const int64_t result = (work.split * a.n_heads + work.head) * a.n_queries + work.q_begin;
+  float *const o = a.o + result * a.dv, *const lse = a.lse + result;
+  {
+    Sums<kBf16, kPieces> sums;
+    attend<kBf16, false>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
+    const unsigned broken = __ballot_sync(kAll, !sums.is_finite());
+    if (lane == 0) shared.flags()[warp] = broken != 0;
+    add_up<kBf16>(a, work, shared, lse, warp, n_warps, lane);
+    __syncthreads();
+    if (__ballot_sync(kAll, shared.flags()[min(lane, n_warps - 1)] != 0) == 0) {
+      sums.store(a, work, shared, o, warp, lane);
+      return;
+    }
+  }
+  // Rare: a value of V is not finite.
+  __syncthreads();
+  for (int q = warp; q < S::kQueries; q += n_warps) {
+    shared.total()[q * kWarp + lane] = 0.0f;
+    if (lane == 0) shared.places()[q].best = -INFINITY;
+  }
+  ring.begin();
+#pragma unroll 1
+  for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
+  __syncthreads();
+  CarefulSums<kBf16, kPieces> sums;
+  attend<kBf16, true>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
+  add_up<kBf16>(a, work, shared, lse, warp, n_warps, lane);
+  __syncthreads();
+  sums.store(a, work, shared, o, warp, lane);
+}
+
+}  // namespace
+
+// Kernels by format and queries of a block, which has a warp for each 64 values of the longer rows.
+#define ATTENTION(NAME, BF16, PIECES, WARPS)                                                     \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) espnx_attention_##NAME(            \
+      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count,    \
+      const uint8_t* visible, const int64_t* last_position, const int64_t* position,             \
+      const float* slope, float* o, float* lse, int64_t n_heads, int64_t n_blocks,               \
+      int64_t visible_stride, int64_t v_begin, uint32_t n_kv, uint32_t n_queries,                \
+      uint32_t q_len, uint32_t block_rows, uint32_t split_rows, uint32_t d, uint32_t dv,         \
+      uint32_t stages, uint32_t window, uint32_t flags, uint32_t soft_cap) {                     \
+    attention<BF16, PIECES>({query, buffer, offset, count, visible, last_position, position,     \
+                             slope, o, lse, n_heads, n_blocks, visible_stride, v_begin,          \
+                             int(n_kv), int(n_queries), int(q_len), int(block_rows),             \
+                             int(split_rows), int(d), int(dv), int(stages), int(window),         \
+                             (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0,               \
+                             __uint_as_float(soft_cap)});                                        \
+  }
+
+ATTENTION(fp16_8, false, 1, 16)
+ATTENTION(fp16_16, false, 2, 16)
+ATTENTION(fp16_32, false, 4, 9)
+ATTENTION(bf16_8, true, 1, 16)
+ATTENTION(bf16_16, true, 2, 16)
+ATTENTION(bf16_32, true, 4, 9)
