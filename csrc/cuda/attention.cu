@@ -4,7 +4,7 @@
 // o[i] = sum over the rows r that query i sees of softmax_r(<query[i], k_r>) v_r, and lse, the
 // logarithm of its denominator; 8, 16 or 32 queries of a head over one part of its rows a block.
 //
-// Each warp has 64 values of all rows: it copies them into a ring of its own in shared memory, 32
+// Each warp has 64 or 96 values of all rows: it copies them into a ring of its own in shared memory, 32
 // rows a tile, asynchronously; holds those of the queries in registers, in the parts that tensor
 // cores take (two of fp16 or three of bf16, which add up to them); and sums those of V. So a row is
 // brought once, whether it is both or not, and read from shared memory twice. Rows are the left
@@ -23,10 +23,7 @@
 namespace {
 
 constexpr int kWarp = 32, kRows = 32;  // rows of a tile: one a lane
-constexpr int kSlice = 64;             // values of a row that a warp has, 128 bytes
-constexpr int kSteps = kSlice / 16, kTiles = kRows / 16;
-constexpr int kSliceBytes = kRows * kSlice * 2;
-constexpr int kWarps = 16;
+constexpr int kTiles = kRows / 16;
 // Between two queries' scores, in floats, and weights, in bytes: so that stores of scores and loads
 // of weights are each in different banks.
 constexpr int kScorePitch = kRows + 4, kWeightPitch = kRows * 2 + 16;
@@ -162,11 +159,22 @@ __device__ __forceinline__ uint32_t part_of(float value, int part) {
   }
 }
 
-template <bool kBf16, int kPieces>  // of 8 queries
+// A warp has kSliceOf values of all rows, and a block kPiecesOf times 8 queries.
+template <bool kIsBf16, int kPiecesOf, int kSliceOf>
 struct Shape {
+  static constexpr bool kBf16 = kIsBf16;
+  static constexpr int kPieces = kPiecesOf, kSlice = kSliceOf;
   static constexpr int kParts = kBf16 ? 3 : 2;
   static constexpr int kQueries = 8 * kPieces;
   static constexpr int kScoreFloats = kQueries * kScorePitch;  // of a warp's share
+  static constexpr int kSteps = kSlice / 16;
+  static constexpr int kPitch = kSlice * 2, kSliceBytes = kRows * kPitch;
+  static_assert(kSlice == 64 || kSlice == 96);
+
+  // Where 16 bytes of a row lie: permuted, so that those of eight rows are in different banks.
+  __device__ __forceinline__ static int place_of(int row, int piece) {
+    return row * kPitch + (piece ^ (kSlice == 64 ? row & 7 : row >> 1 & 3)) * 16;
+  }
 };
 
 // Where things lie in shared memory, after the rings.
@@ -213,6 +221,7 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int n_queries) {
 }
 
 // A warp's ring: its values of tiles of rows.
+template <typename S>
 struct Ring {
   const Arguments& a;
   const Work& work;
@@ -223,10 +232,10 @@ struct Ring {
   int64_t offset;
 
   __device__ __forceinline__ uint32_t keys(int stage) const {
-    return memory + (stage * (k_slices + (a.is_both ? 0 : v_slices)) + warp) * kSliceBytes;
+    return memory + (stage * (k_slices + (a.is_both ? 0 : v_slices)) + warp) * S::kSliceBytes;
   }
   __device__ __forceinline__ uint32_t values(int stage) const {
-    return keys(stage) + (a.is_both ? 0 : k_slices * kSliceBytes);
+    return keys(stage) + (a.is_both ? 0 : k_slices * S::kSliceBytes);
   }
 
   __device__ __forceinline__ void look_up() {
@@ -241,29 +250,28 @@ struct Ring {
     if (next < work.end) look_up();
   }
 
-  // 16 bytes a lane: eight lanes have a row's 128, which are permuted, so that the same 16 bytes of
-  // eight rows are in different banks. Zeros stand for what is not there.
+  // 16 bytes a lane, neighbours of a row. Zeros stand for what is not there.
   __device__ __forceinline__ void produce(int stage) {
     if (next < work.end) {
-      const int piece = lane % 8, column = warp * kSlice + piece * 8;
+      constexpr int kRowCopies = S::kSlice / 8;
       const uint32_t k_slot = keys(stage), v_slot = values(stage);
 #pragma unroll
-      for (int i = 0; i < kRows / 4; ++i) {
-        const int row = i * 4 + lane / 8;
+      for (int i = 0; i < kRows * kRowCopies / kWarp; ++i) {
+        const int row = (i * kWarp + lane) / kRowCopies, piece = (i * kWarp + lane) % kRowCopies;
         const uint32_t low = __shfl_sync(kAll, uint32_t(offset), row);
         const uint32_t high = __shfl_sync(kAll, uint32_t(offset >> 32), row);
         const int64_t place = __shfl_sync(kAll, in_block, row);
         const uint8_t* const block = a.buffer + int64_t(uint64_t(high) << 32 | low);
+        const int column = warp * S::kSlice + piece * 8;
         const bool is_row = next + row < work.end;
-        const int at = row * 128 + (piece ^ (row & 7)) * 16;
         if (warp < k_slices) {
           const bool is_there = is_row && column < a.d;
-          copy_ahead(k_slot + at, block + (is_there ? (place * a.d + column) * 2 : 0),
-                     is_there ? 16 : 0);
+          copy_ahead(k_slot + S::place_of(row, piece),
+                     block + (is_there ? (place * a.d + column) * 2 : 0), is_there ? 16 : 0);
         }
         if (!a.is_both && warp < v_slices) {
           const bool is_there = is_row && column < a.dv;
-          copy_ahead(v_slot + at,
+          copy_ahead(v_slot + S::place_of(row, piece),
                      block + (is_there ? a.v_begin + (place * a.dv + column) * 2 : 0),
                      is_there ? 16 : 0);
         }
@@ -276,7 +284,7 @@ struct Ring {
 };
 
 // Notes what is to be known of each query.
-template <bool kBf16, typename S>
+template <typename S>
 __device__ __forceinline__ void note_places(const Arguments& a, const Work& work,
                                             const Shared<S>& shared, int warp, int n_warps,
                                             int lane) {
@@ -286,7 +294,7 @@ __device__ __forceinline__ void note_places(const Arguments& a, const Work& work
     Place place{0, -1, 0, 0.0f, 1.0f, 1.0f, -INFINITY, 1.0f};
     if (number < a.n_queries) {
       const int64_t at = work.head * a.n_queries + number;
-      if constexpr (!kBf16) {
+      if constexpr (!S::kBf16) {
         float peak = 0.0f;
 #pragma unroll 4
         for (int k = lane; k < a.d; k += kWarp) peak = fmaxf(peak, fabsf(a.query[at * a.d + k]));
@@ -308,9 +316,9 @@ __device__ __forceinline__ void note_places(const Arguments& a, const Work& work
 }
 
 // The queries' values that a warp has, as right operands.
-template <bool kBf16, int kPieces>
+template <typename S>
 struct Queries {
-  using S = Shape<kBf16, kPieces>;
+  static constexpr int kPieces = S::kPieces, kSteps = S::kSteps;
   uint2 held[S::kParts][kSteps][kPieces];
 
   __device__ __forceinline__ void load(const Arguments& a, const Work& work,
@@ -322,7 +330,7 @@ struct Queries {
       const float* const values = a.query + (work.head * a.n_queries + number) * a.d;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const int k = warp * kSlice + step * 16 + 2 * (lane % 4);
+        const int k = warp * S::kSlice + step * 16 + 2 * (lane % 4);
         float2 low = make_float2(0.0f, 0.0f), high = low;
         if (number < a.n_queries && k < a.d) low = *reinterpret_cast<const float2*>(values + k);
         if (number < a.n_queries && k + 8 < a.d)
@@ -331,8 +339,8 @@ struct Queries {
 #pragma unroll
         for (int part = 0; part < S::kParts; ++part)
           held[part][step][piece] =
-              make_uint2(part_of<kBf16>(low.x, part) | part_of<kBf16>(low.y, part) << 16,
-                         part_of<kBf16>(high.x, part) | part_of<kBf16>(high.y, part) << 16);
+              make_uint2(part_of<S::kBf16>(low.x, part) | part_of<S::kBf16>(low.y, part) << 16,
+                         part_of<S::kBf16>(high.x, part) | part_of<S::kBf16>(high.y, part) << 16);
       }
     }
   }
@@ -349,12 +357,12 @@ struct Queries {
       for (int tile = 0; tile < kTiles; ++tile) {
         uint32_t left[4];
         const int row = tile * 16 + lane % 16, piece = step * 2 + lane / 16;
-        load_matrices(left, keys + row * 128 + (piece ^ (row & 7)) * 16);
+        load_matrices(left, keys + S::place_of(row, piece));
 #pragma unroll
         for (int part = S::kParts - 1; part >= 0; --part)
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece)
-            multiply<kBf16>(product[tile][piece], left, held[part][step][piece]);
+            multiply<S::kBf16>(product[tile][piece], left, held[part][step][piece]);
       }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
@@ -369,7 +377,7 @@ struct Queries {
 };
 
 // Weights of a tile's rows of which a lane has one, two queries at a time, from the scores' shares.
-template <bool kBf16, bool kCareful, typename S>
+template <bool kCareful, typename S>
 __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& shared, int row,
                                       bool is_visible, int warp, int n_warps, int lane) {
 #pragma unroll 1
@@ -394,7 +402,7 @@ __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& share
       // A query that has seen no row yet has no peak to subtract.
       const float peak = above[i] == -INFINITY ? 0.0f : above[i];
       alpha[i] = power_of_two(place.best - peak);
-      const float weight = power_of_two(score - (kBf16 ? peak : peak - kWeightBits));
+      const float weight = power_of_two(score - (S::kBf16 ? peak : peak - kWeightBits));
       float* const total = shared.total() + q * kWarp + lane;
       *total = *total * alpha[i] + weight;
       if constexpr (kCareful) {
@@ -405,7 +413,7 @@ __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& share
 #pragma unroll
         for (int part = 0; part < S::kParts; ++part)
           *reinterpret_cast<uint16_t*>(shared.weights() + (part * S::kQueries + q) * kWeightPitch +
-                                       lane * 2) = uint16_t(part_of<kBf16>(weight, part));
+                                       lane * 2) = uint16_t(part_of<S::kBf16>(weight, part));
       }
     }
     __syncwarp();  // all lanes have read what one of them writes now
@@ -418,9 +426,9 @@ __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& share
 
 // A warp's sums of V: of its values 16 * tile + lane / 4 and eight further, for queries
 // 8 * piece + 2 * (lane % 4) and the next.
-template <bool kBf16, int kPieces>
+template <typename S>
 struct Sums {
-  using S = Shape<kBf16, kPieces>;
+  static constexpr int kPieces = S::kPieces, kSteps = S::kSteps;
   float sum[kSteps][kPieces][4];
 
   __device__ __forceinline__ void begin() {
@@ -450,12 +458,12 @@ struct Sums {
       for (int tile = 0; tile < kSteps; ++tile) {
         uint32_t left[4];
         const int row = step * 16 + lane / 16 * 8 + lane % 8, piece = tile * 2 + lane / 8 % 2;
-        load_turned(left, values + row * 128 + (piece ^ (row & 7)) * 16);
+        load_turned(left, values + S::place_of(row, piece));
 #pragma unroll
         for (int part = S::kParts - 1; part >= 0; --part)
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece)
-            multiply<kBf16>(sum[tile][piece], left, right[part][piece]);
+            multiply<S::kBf16>(sum[tile][piece], left, right[part][piece]);
       }
     }
   }
@@ -493,7 +501,7 @@ struct Sums {
         const float total = shared.total()[q * kWarp];
 #pragma unroll
         for (int tile = 0; tile < kSteps; ++tile) {
-          const int column = warp * kSlice + tile * 16 + i / 2 * 8 + lane / 4;
+          const int column = warp * S::kSlice + tile * 16 + i / 2 * 8 + lane / 4;
           if (work.q_begin + q < a.n_queries && column < a.dv)
             o[int64_t(q) * a.dv + column] = total == 0.0f ? 0.0f : sum[tile][piece][i] / total;
         }
@@ -501,39 +509,43 @@ struct Sums {
   }
 };
 
-// The same sums by plain multiply-adds of those who see a row: of values 2 * lane and the next.
-template <bool kBf16, int kPieces>
+// The same sums by plain multiply-adds of those who see a row: a lane has pairs of values.
+template <typename S>
 struct CarefulSums {
-  using S = Shape<kBf16, kPieces>;
-  float sum[S::kQueries][2];
+  static constexpr int kPairs = S::kSlice / 2, kTurns = (kPairs + kWarp - 1) / kWarp;
+  float sum[S::kQueries][kTurns][2];
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
-    for (int i = 0; i < S::kQueries * 2; ++i) sum[i / 2][i % 2] = 0.0f;
+    for (int i = 0; i < S::kQueries * kTurns * 2; ++i)
+      sum[i / (kTurns * 2)][i / 2 % kTurns][i % 2] = 0.0f;
   }
 
   __device__ __forceinline__ void add(const Shared<S>& shared, uint32_t values, int lane) {
 #pragma unroll
-    for (int q = 0; q < S::kQueries; ++q) {
-      const float alpha = shared.places()[q].alpha;
-      sum[q][0] *= alpha, sum[q][1] *= alpha;
-    }
+    for (int i = 0; i < S::kQueries * kTurns * 2; ++i)
+      sum[i / (kTurns * 2)][i / 2 % kTurns][i % 2] *= shared.places()[i / (kTurns * 2)].alpha;
 #pragma unroll 1
     for (int row = 0; row < kRows; ++row) {
-      uint32_t word;
-      asm volatile("ld.shared.b32 %0, [%1];"
-                   : "=r"(word)
-                   : "r"(values + row * 128 + ((lane / 4) ^ (row & 7)) * 16 + lane % 4 * 4)
-                   : "memory");
-      const float first = kBf16 ? __uint_as_float(word << 16) : fp32_of(word);
-      const float second = kBf16 ? __uint_as_float(word & 0xFFFF0000u) : fp32_of(word >> 16);
       const float* const weights =
           reinterpret_cast<const float*>(shared.weights()) + row * S::kQueries;
 #pragma unroll
-      for (int q = 0; q < S::kQueries; ++q) {
-        const float weight = weights[q];
-        if (weight < 0.0f) continue;
-        sum[q][0] = fmaf(weight, first, sum[q][0]), sum[q][1] = fmaf(weight, second, sum[q][1]);
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int pair = (turn * kWarp + lane) % kPairs;
+        uint32_t word;
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(word)
+                     : "r"(values + S::place_of(row, pair / 4) + pair % 4 * 4)
+                     : "memory");
+        const float first = S::kBf16 ? __uint_as_float(word << 16) : fp32_of(word);
+        const float second = S::kBf16 ? __uint_as_float(word & 0xFFFF0000u) : fp32_of(word >> 16);
+#pragma unroll
+        for (int q = 0; q < S::kQueries; ++q) {
+          const float weight = weights[q];
+          float* const of = sum[q][turn];
+          of[0] = weight < 0.0f ? of[0] : fmaf(weight, first, of[0]);
+          of[1] = weight < 0.0f ? of[1] : fmaf(weight, second, of[1]);
+        }
       }
     }
   }
@@ -541,24 +553,24 @@ struct CarefulSums {
   __device__ __forceinline__ void store(const Arguments& a, const Work& work,
                                         const Shared<S>& shared, float* o, int warp,
                                         int lane) const {
-    const int column = warp * kSlice + 2 * lane;
-    if (column >= a.dv) return;
 #pragma unroll
-    for (int q = 0; q < S::kQueries; ++q) {
+    for (int i = 0; i < S::kQueries * kTurns * 2; ++i) {
+      const int q = i / (kTurns * 2), pair = i / 2 % kTurns * kWarp + lane;
+      const int column = warp * S::kSlice + 2 * pair + i % 2;
       const float total = shared.total()[q * kWarp];
-      if (work.q_begin + q < a.n_queries)
-        for (int i = 0; i < 2; ++i)
-          o[int64_t(q) * a.dv + column + i] = total == 0.0f ? 0.0f : sum[q][i] / total;
+      if (pair < kPairs && column < a.dv && work.q_begin + q < a.n_queries)
+        o[int64_t(q) * a.dv + column] =
+            total == 0.0f ? 0.0f : sum[q][i / 2 % kTurns][i % 2] / total;
     }
   }
 };
 
 // The sums over a block's rows. Ends with all weights' sums by lane in shared memory.
-template <bool kBf16, bool kCareful, int kPieces, typename V>
+template <bool kCareful, typename S, typename V>
 __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
-                                       const Shared<Shape<kBf16, kPieces>>& shared, Ring& ring,
-                                       const Queries<kBf16, kPieces>& queries, V& sums, int warp,
-                                       int n_warps, int lane) {
+                                       const Shared<S>& shared, Ring<S>& ring,
+                                       const Queries<S>& queries, V& sums, int warp, int n_warps,
+                                       int lane) {
   const uint8_t* const visible = a.visible + work.sequence * a.visible_stride;
   int stage = 0;
   sums.begin();
@@ -571,7 +583,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
     const bool is_visible = a.visible_stride == 0 || visible[min(row, work.end - 1)] != 0;
     if (warp < ring.k_slices) queries.score(ring.keys(stage), shared.score(warp), lane);
     __syncthreads();
-    weigh<kBf16, kCareful>(a, shared, row, is_visible, warp, n_warps, lane);
+    weigh<kCareful>(a, shared, row, is_visible, warp, n_warps, lane);
     __syncthreads();
     if (warp < ring.v_slices) sums.add(shared, ring.values(stage), lane);
     stage = stage == a.stages - 1 ? 0 : stage + 1;
@@ -579,7 +591,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
 }
 
 // Each query's sum of weights, in its first lane's place, and with `lse` its logarithm.
-template <bool kBf16, typename S>
+template <typename S>
 __device__ __forceinline__ void add_up(const Arguments& a, const Work& work,
                                        const Shared<S>& shared, float* lse, int warp, int n_warps,
                                        int lane) {
@@ -590,42 +602,42 @@ __device__ __forceinline__ void add_up(const Arguments& a, const Work& work,
     for (int by = kWarp / 2; by; by /= 2) total += __shfl_xor_sync(kAll, total, by);
     if (lane == 0) {
       shared.total()[q * kWarp] = total;
-      const float best = shared.places()[q].best - (kBf16 ? 0.0f : kWeightBits);
+      const float best = shared.places()[q].best - (S::kBf16 ? 0.0f : kWeightBits);
       if (work.q_begin + q < a.n_queries)
         lse[q] = total == 0.0f ? -INFINITY : (best + log2_of(total)) * kLn2;
     }
   }
 }
 
-template <bool kBf16, int kPieces>
+template <typename S>
 __device__ __forceinline__ void attention(const Arguments& a) {
-  using S = Shape<kBf16, kPieces>;
+  constexpr int kSlice = S::kSlice;
   extern __shared__ __align__(1024) uint8_t memory[];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, n_warps = blockDim.x / kWarp;
   const int k_slices = (a.d + kSlice - 1) / kSlice, v_slices = (a.dv + kSlice - 1) / kSlice;
   const int tile_slices = k_slices + (a.is_both ? 0 : v_slices);
   const Work work = work_of(a, S::kQueries);
-  const Shared<S> shared{memory, a.stages * tile_slices * kSliceBytes, k_slices};
-  Ring ring{a,        work, lane, warp, k_slices, v_slices,
-            static_cast<uint32_t>(__cvta_generic_to_shared(memory)), 0, 0, 0};
+  const Shared<S> shared{memory, a.stages * tile_slices * S::kSliceBytes, k_slices};
+  Ring<S> ring{a,        work, lane, warp, k_slices, v_slices,
+               static_cast<uint32_t>(__cvta_generic_to_shared(memory)), 0, 0, 0};
   ring.begin();
 #pragma unroll 1
   for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
 
-  note_places<kBf16>(a, work, shared, warp, n_warps, lane);
+  note_places(a, work, shared, warp, n_warps, lane);
   for (int q = warp; q < S::kQueries; q += n_warps) shared.total()[q * kWarp + lane] = 0.0f;
   __syncthreads();
-  Queries<kBf16, kPieces> queries;
+  Queries<S> queries;
   queries.load(a, work, shared, warp, lane);
 
   const int64_t result = (work.split * a.n_heads + work.head) * a.n_queries + work.q_begin;
   float *const o = a.o + result * a.dv, *const lse = a.lse + result;
   {
-    Sums<kBf16, kPieces> sums;
-    attend<kBf16, false>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
+    Sums<S> sums;
+    attend<false>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
     const unsigned broken = __ballot_sync(kAll, !sums.is_finite());
     if (lane == 0) shared.flags()[warp] = broken != 0;
-    add_up<kBf16>(a, work, shared, lse, warp, n_warps, lane);
+    add_up(a, work, shared, lse, warp, n_warps, lane);
     __syncthreads();
     if (__ballot_sync(kAll, shared.flags()[min(lane, n_warps - 1)] != 0) == 0) {
       sums.store(a, work, shared, o, warp, lane);
@@ -642,35 +654,37 @@ __device__ __forceinline__ void attention(const Arguments& a) {
 #pragma unroll 1
   for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
   __syncthreads();
-  CarefulSums<kBf16, kPieces> sums;
-  attend<kBf16, true>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
-  add_up<kBf16>(a, work, shared, lse, warp, n_warps, lane);
+  CarefulSums<S> sums;
+  attend<true>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
+  add_up(a, work, shared, lse, warp, n_warps, lane);
   __syncthreads();
   sums.store(a, work, shared, o, warp, lane);
 }
 
 }  // namespace
 
-// Kernels by format and queries of a block, which has a warp for each 64 values of the longer rows.
-#define ATTENTION(NAME, BF16, PIECES, WARPS)                                                     \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) espnx_attention_##NAME(            \
+// Kernels by format, queries of a block, and values of a warp: a block has a warp for each so many
+// values of the longer rows, WARPS at most, and a multiprocessor BLOCKS blocks at least.
+#define ATTENTION(NAME, BF16, PIECES, SLICE, WARPS, BLOCKS)                                      \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) espnx_attention_##NAME(       \
       const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count,    \
       const uint8_t* visible, const int64_t* last_position, const int64_t* position,             \
       const float* slope, float* o, float* lse, int64_t n_heads, int64_t n_blocks,               \
       int64_t visible_stride, int64_t v_begin, uint32_t n_kv, uint32_t n_queries,                \
       uint32_t q_len, uint32_t block_rows, uint32_t split_rows, uint32_t d, uint32_t dv,         \
       uint32_t stages, uint32_t window, uint32_t flags, uint32_t soft_cap) {                     \
-    attention<BF16, PIECES>({query, buffer, offset, count, visible, last_position, position,     \
-                             slope, o, lse, n_heads, n_blocks, visible_stride, v_begin,          \
-                             int(n_kv), int(n_queries), int(q_len), int(block_rows),             \
-                             int(split_rows), int(d), int(dv), int(stages), int(window),         \
-                             (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0,               \
-                             __uint_as_float(soft_cap)});                                        \
+    attention<Shape<BF16, PIECES, SLICE>>(                                                       \
+        {query, buffer, offset, count, visible, last_position, position, slope, o, lse, n_heads, \
+         n_blocks, visible_stride, v_begin, int(n_kv), int(n_queries), int(q_len),               \
+         int(block_rows), int(split_rows), int(d), int(dv), int(stages), int(window),            \
+         (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, __uint_as_float(soft_cap)});      \
   }
 
-ATTENTION(fp16_8, false, 1, 16)
-ATTENTION(fp16_16, false, 2, 16)
-ATTENTION(fp16_32, false, 4, 9)
-ATTENTION(bf16_8, true, 1, 16)
-ATTENTION(bf16_16, true, 2, 16)
-ATTENTION(bf16_32, true, 4, 9)
+ATTENTION(fp16_8_64, false, 1, 64, 16, 1)
+ATTENTION(fp16_16_64, false, 2, 64, 16, 1)
+ATTENTION(fp16_8_96, false, 1, 96, 6, 2)
+ATTENTION(fp16_16_96, false, 2, 96, 6, 2)
+ATTENTION(bf16_8_64, true, 1, 64, 16, 1)
+ATTENTION(bf16_16_64, true, 2, 64, 16, 1)
+ATTENTION(bf16_8_96, true, 1, 96, 6, 2)
+ATTENTION(bf16_16_96, true, 2, 96, 6, 2)
