@@ -23,7 +23,7 @@
 namespace {
 
 constexpr int kWarp = 32, kRows = 32;  // rows of a tile: one a lane
-constexpr int kTiles = kRows / 16;
+constexpr int kTiles = kRows / 16, kWarps = 16;
 // Between two queries' scores, in floats, and weights, in bytes: so that stores of scores and loads
 // of weights are each in different banks.
 constexpr int kScorePitch = kRows + 4, kWeightPitch = kRows * 2 + 16;
@@ -45,8 +45,8 @@ struct Arguments {
   const float* slope;            // [n_heads, n_queries]
   float* o;                      // [n_splits, n_heads, n_queries, dv]
   float* lse;                    // [n_splits, n_heads, n_queries]
-  int64_t n_heads, n_blocks, visible_stride, v_begin;
-  int n_kv, n_queries, q_len, block_rows, split_rows;
+  int64_t n_blocks, visible_stride, v_begin;
+  int n_heads, n_kv, n_queries, q_len, block_rows, split_rows;
   int d, dv, stages, window;
   bool is_both, has_last, has_slopes;
   float soft_cap;
@@ -171,9 +171,17 @@ struct Shape {
   static constexpr int kPitch = kSlice * 2, kSliceBytes = kRows * kPitch;
   static_assert(kSlice == 64 || kSlice == 96);
 
+  static constexpr int kHeld = 2;  // parts of the queries in registers, the third in shared memory
+  static constexpr int kSharedBytes = (kParts - kHeld) * kSteps * kPieces * kWarp * 8;  // of a warp
+
   // Where 16 bytes of a row lie: permuted, so that those of eight rows are in different banks.
   __device__ __forceinline__ static int place_of(int row, int piece) {
     return row * kPitch + (piece ^ (kSlice == 64 ? row & 7 : row >> 1 & 3)) * 16;
+  }
+  // From the place of a row's first 32 bytes, or of their second half, so many times 32 further;
+  // places in rings are multiples of 128.
+  __device__ __forceinline__ static uint32_t further(uint32_t place, int by) {
+    return kSlice == 64 ? place ^ by * 32 : (place ^ by % 2 * 32) + by / 2 * 64;
   }
 };
 
@@ -199,24 +207,31 @@ struct Shared {
   __device__ __forceinline__ int* flags() const {  // of each warp: a sum of its is not finite
     return reinterpret_cast<int*>(places() + S::kQueries);
   }
+  __device__ __forceinline__ uint2* parts(int slice) const {  // that registers do not hold
+    return reinterpret_cast<uint2*>(reinterpret_cast<uint8_t*>(flags() + kWarps) +
+                                    slice * S::kSharedBytes);
+  }
 };
 
 // A block's work: some queries of a head, and some of its rows.
 struct Work {
-  int64_t head, sequence, split;
-  int q_begin, begin, end, last_row;
+  int head, sequence, split, q_begin, begin, end, n_rows;
+
+  __device__ __forceinline__ int64_t result(const Arguments& a) const {  // of its first query
+    return (int64_t(split) * a.n_heads + head) * a.n_queries + q_begin;
+  }
 };
 
 __device__ __forceinline__ Work work_of(const Arguments& a, int n_queries) {
   Work work;
   const int q_blocks = (a.n_queries + n_queries - 1) / n_queries;
-  const int64_t rest = blockIdx.x / q_blocks;
+  const int rest = int(blockIdx.x / q_blocks);
   work.q_begin = int(blockIdx.x % q_blocks) * n_queries;
   work.split = rest / a.n_heads, work.head = rest % a.n_heads;
   work.sequence = work.head / a.n_kv;
-  work.last_row = int(a.count[work.sequence]);
-  work.begin = int(min(work.split * a.split_rows, int64_t(work.last_row)));
-  work.end = min(work.begin + a.split_rows, work.last_row);
+  work.n_rows = int(a.count[work.sequence]);
+  work.begin = int(min(int64_t(work.split) * a.split_rows, int64_t(work.n_rows)));
+  work.end = min(work.begin + a.split_rows, work.n_rows);
   return work;
 }
 
@@ -242,7 +257,7 @@ struct Ring {
     const unsigned row = min(next + lane, work.end - 1), rows = a.block_rows;
     const unsigned block = row / rows;
     in_block = int(row - block * rows);
-    offset = a.offset[work.head * a.n_blocks + block];
+    offset = a.offset[int64_t(work.head) * a.n_blocks + block];
   }
 
   __device__ __forceinline__ void begin() {
@@ -253,27 +268,32 @@ struct Ring {
   // 16 bytes a lane, neighbours of a row. Zeros stand for what is not there.
   __device__ __forceinline__ void produce(int stage) {
     if (next < work.end) {
-      constexpr int kRowCopies = S::kSlice / 8;
+      constexpr int kRowCopies = S::kSlice / 8, kTurns = 8 * kRowCopies / kWarp;  // of 8 rows
       const uint32_t k_slot = keys(stage), v_slot = values(stage);
 #pragma unroll
-      for (int i = 0; i < kRows * kRowCopies / kWarp; ++i) {
-        const int row = (i * kWarp + lane) / kRowCopies, piece = (i * kWarp + lane) % kRowCopies;
-        const uint32_t low = __shfl_sync(kAll, uint32_t(offset), row);
-        const uint32_t high = __shfl_sync(kAll, uint32_t(offset >> 32), row);
-        const int64_t place = __shfl_sync(kAll, in_block, row);
-        const uint8_t* const block = a.buffer + int64_t(uint64_t(high) << 32 | low);
-        const int column = warp * S::kSlice + piece * 8;
-        const bool is_row = next + row < work.end;
-        if (warp < k_slices) {
-          const bool is_there = is_row && column < a.d;
-          copy_ahead(k_slot + S::place_of(row, piece),
-                     block + (is_there ? (place * a.d + column) * 2 : 0), is_there ? 16 : 0);
-        }
-        if (!a.is_both && warp < v_slices) {
-          const bool is_there = is_row && column < a.dv;
-          copy_ahead(v_slot + S::place_of(row, piece),
-                     block + (is_there ? a.v_begin + (place * a.dv + column) * 2 : 0),
-                     is_there ? 16 : 0);
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int first = (turn * kWarp + lane) / kRowCopies;
+        const int piece = (turn * kWarp + lane) % kRowCopies;
+        const int to = S::place_of(first, piece), column = warp * S::kSlice + piece * 8;
+#pragma unroll
+        for (int i = 0; i < kRows / 8; ++i) {
+          const int row = i * 8 + first, at = to + i * 8 * S::kPitch;
+          const uint32_t low = __shfl_sync(kAll, uint32_t(offset), row);
+          const uint32_t high = __shfl_sync(kAll, uint32_t(offset >> 32), row);
+          const uint32_t place = __shfl_sync(kAll, in_block, row);
+          const uint8_t* const block = a.buffer + int64_t(uint64_t(high) << 32 | low);
+          const bool is_row = next + row < work.end;
+          if (warp < k_slices) {
+            const bool is_there = is_row && column < a.d;
+            copy_ahead(k_slot + at, block + (is_there ? (place * a.d + column) * 2u : 0),
+                       is_there ? 16 : 0);
+          }
+          if (!a.is_both && warp < v_slices) {
+            const bool is_there = is_row && column < a.dv;
+            copy_ahead(v_slot + at,
+                       block + (is_there ? a.v_begin + (place * a.dv + column) * 2u : 0),
+                       is_there ? 16 : 0);
+          }
         }
       }
       next += kRows;
@@ -293,7 +313,7 @@ __device__ __forceinline__ void note_places(const Arguments& a, const Work& work
     const int number = work.q_begin + q;
     Place place{0, -1, 0, 0.0f, 1.0f, 1.0f, -INFINITY, 1.0f};
     if (number < a.n_queries) {
-      const int64_t at = work.head * a.n_queries + number;
+      const int64_t at = int64_t(work.head) * a.n_queries + number;
       if constexpr (!S::kBf16) {
         float peak = 0.0f;
 #pragma unroll 4
@@ -304,8 +324,8 @@ __device__ __forceinline__ void note_places(const Arguments& a, const Work& work
         place.down = __int_as_float((254 - exponent + kQueryBits) << 23);
         place.factor = __int_as_float((exponent - kQueryBits) << 23);
       }
-      const int64_t at_position = work.sequence * a.q_len + number % a.q_len;
-      const int64_t last = a.has_last ? a.last_position[at_position] : int64_t(work.last_row);
+      const int64_t at_position = int64_t(work.sequence) * a.q_len + number % a.q_len;
+      const int64_t last = a.has_last ? a.last_position[at_position] : int64_t(work.n_rows);
       place.last = int(min(max(last, int64_t(-1)), int64_t(work.end - 1)));
       if (a.window || a.has_slopes) place.position = int(a.position[at_position]);
       if (a.window) place.first = place.position - a.window + 1;
@@ -319,15 +339,17 @@ __device__ __forceinline__ void note_places(const Arguments& a, const Work& work
 template <typename S>
 struct Queries {
   static constexpr int kPieces = S::kPieces, kSteps = S::kSteps;
-  uint2 held[S::kParts][kSteps][kPieces];
+  uint2 held[S::kHeld][kSteps][kPieces];
+  uint2* shared;  // [steps, pieces, lanes]
 
   __device__ __forceinline__ void load(const Arguments& a, const Work& work,
-                                       const Shared<S>& shared, int warp, int lane) {
+                                       const Shared<S>& memory, int warp, int lane) {
+    shared = memory.parts(warp) + lane;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       const int q = piece * 8 + lane / 4, number = work.q_begin + q;
-      const float down = shared.places()[q].down;
-      const float* const values = a.query + (work.head * a.n_queries + number) * a.d;
+      const float down = memory.places()[q].down;
+      const float* const values = a.query + (int64_t(work.head) * a.n_queries + number) * a.d;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int k = warp * S::kSlice + step * 16 + 2 * (lane % 4);
@@ -337,10 +359,15 @@ struct Queries {
           high = *reinterpret_cast<const float2*>(values + k + 8);
         low.x *= down, low.y *= down, high.x *= down, high.y *= down;
 #pragma unroll
-        for (int part = 0; part < S::kParts; ++part)
-          held[part][step][piece] =
+        for (int part = 0; part < S::kParts; ++part) {
+          const uint2 both =
               make_uint2(part_of<S::kBf16>(low.x, part) | part_of<S::kBf16>(low.y, part) << 16,
                          part_of<S::kBf16>(high.x, part) | part_of<S::kBf16>(high.y, part) << 16);
+          if (part < S::kHeld)
+            held[part < S::kHeld ? part : 0][step][piece] = both;
+          else
+            shared[(step * kPieces + piece) * kWarp] = both;
+        }
       }
     }
   }
@@ -351,18 +378,20 @@ struct Queries {
 #pragma unroll
     for (int i = 0; i < kTiles * kPieces * 4; ++i)
       product[i / (kPieces * 4)][i / 4 % kPieces][i % 4] = 0.0f;
+    const uint32_t place = keys + S::place_of(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         uint32_t left[4];
-        const int row = tile * 16 + lane % 16, piece = step * 2 + lane / 16;
-        load_matrices(left, keys + S::place_of(row, piece));
+        load_matrices(left, S::further(place, step) + tile * 16 * S::kPitch);
 #pragma unroll
         for (int part = S::kParts - 1; part >= 0; --part)
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece)
-            multiply<S::kBf16>(product[tile][piece], left, held[part][step][piece]);
+            multiply<S::kBf16>(product[tile][piece], left,
+                               part < S::kHeld ? held[part < S::kHeld ? part : 0][step][piece]
+                                               : shared[(step * kPieces + piece) * kWarp]);
       }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
@@ -448,6 +477,7 @@ struct Sums {
         for (int i = 0; i < 4; ++i) sum[tile][piece][i] *= alpha[i % 2];
     }
     const uint32_t weights = static_cast<uint32_t>(__cvta_generic_to_shared(shared.weights()));
+    const uint32_t place = values + S::place_of(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < kTiles; ++step) {  // of 16 rows
       uint2 right[S::kParts][kPieces];
@@ -457,8 +487,7 @@ struct Sums {
 #pragma unroll
       for (int tile = 0; tile < kSteps; ++tile) {
         uint32_t left[4];
-        const int row = step * 16 + lane / 16 * 8 + lane % 8, piece = tile * 2 + lane / 8 % 2;
-        load_turned(left, values + S::place_of(row, piece));
+        load_turned(left, S::further(place, tile) + step * 16 * S::kPitch);
 #pragma unroll
         for (int part = S::kParts - 1; part >= 0; --part)
 #pragma unroll
@@ -491,8 +520,8 @@ struct Sums {
   }
 
   __device__ __forceinline__ void store(const Arguments& a, const Work& work,
-                                        const Shared<S>& shared, float* o, int warp,
-                                        int lane) const {
+                                        const Shared<S>& shared, int warp, int lane) const {
+    float* const o = a.o + work.result(a) * a.dv;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
@@ -509,58 +538,54 @@ struct Sums {
   }
 };
 
-// The same sums by plain multiply-adds of those who see a row: a lane has pairs of values.
+// The same sums by plain multiply-adds of those who see a row: of values lane, lane + 32, ...
 template <typename S>
 struct CarefulSums {
-  static constexpr int kPairs = S::kSlice / 2, kTurns = (kPairs + kWarp - 1) / kWarp;
-  float sum[S::kQueries][kTurns][2];
+  static constexpr int kTurns = S::kSlice / kWarp;
+  float sum[S::kQueries][kTurns];
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
-    for (int i = 0; i < S::kQueries * kTurns * 2; ++i)
-      sum[i / (kTurns * 2)][i / 2 % kTurns][i % 2] = 0.0f;
+    for (int i = 0; i < S::kQueries * kTurns; ++i) sum[i / kTurns][i % kTurns] = 0.0f;
   }
 
   __device__ __forceinline__ void add(const Shared<S>& shared, uint32_t values, int lane) {
 #pragma unroll
-    for (int i = 0; i < S::kQueries * kTurns * 2; ++i)
-      sum[i / (kTurns * 2)][i / 2 % kTurns][i % 2] *= shared.places()[i / (kTurns * 2)].alpha;
+    for (int i = 0; i < S::kQueries * kTurns; ++i)
+      sum[i / kTurns][i % kTurns] *= shared.places()[i / kTurns].alpha;
 #pragma unroll 1
     for (int row = 0; row < kRows; ++row) {
       const float* const weights =
           reinterpret_cast<const float*>(shared.weights()) + row * S::kQueries;
+      float value[kTurns];
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
-        const int pair = (turn * kWarp + lane) % kPairs;
-        uint32_t word;
-        asm volatile("ld.shared.b32 %0, [%1];"
-                     : "=r"(word)
-                     : "r"(values + S::place_of(row, pair / 4) + pair % 4 * 4)
+        const int column = turn * kWarp + lane;
+        uint16_t bits;
+        asm volatile("ld.shared.u16 %0, [%1];"
+                     : "=h"(bits)
+                     : "r"(values + S::place_of(row, column / 8) + column % 8 * 2)
                      : "memory");
-        const float first = S::kBf16 ? __uint_as_float(word << 16) : fp32_of(word);
-        const float second = S::kBf16 ? __uint_as_float(word & 0xFFFF0000u) : fp32_of(word >> 16);
+        value[turn] = S::kBf16 ? __uint_as_float(uint32_t(bits) << 16) : fp32_of(bits);
+      }
 #pragma unroll
-        for (int q = 0; q < S::kQueries; ++q) {
-          const float weight = weights[q];
-          float* const of = sum[q][turn];
-          of[0] = weight < 0.0f ? of[0] : fmaf(weight, first, of[0]);
-          of[1] = weight < 0.0f ? of[1] : fmaf(weight, second, of[1]);
-        }
+      for (int i = 0; i < S::kQueries * kTurns; ++i) {
+        const float weight = weights[i / kTurns];
+        float& of = sum[i / kTurns][i % kTurns];
+        of = weight < 0.0f ? of : fmaf(weight, value[i % kTurns], of);
       }
     }
   }
 
   __device__ __forceinline__ void store(const Arguments& a, const Work& work,
-                                        const Shared<S>& shared, float* o, int warp,
-                                        int lane) const {
+                                        const Shared<S>& shared, int warp, int lane) const {
+    float* const o = a.o + work.result(a) * a.dv;
 #pragma unroll
-    for (int i = 0; i < S::kQueries * kTurns * 2; ++i) {
-      const int q = i / (kTurns * 2), pair = i / 2 % kTurns * kWarp + lane;
-      const int column = warp * S::kSlice + 2 * pair + i % 2;
+    for (int i = 0; i < S::kQueries * kTurns; ++i) {
+      const int q = i / kTurns, column = warp * S::kSlice + i % kTurns * kWarp + lane;
       const float total = shared.total()[q * kWarp];
-      if (pair < kPairs && column < a.dv && work.q_begin + q < a.n_queries)
-        o[int64_t(q) * a.dv + column] =
-            total == 0.0f ? 0.0f : sum[q][i / 2 % kTurns][i % 2] / total;
+      if (column < a.dv && work.q_begin + q < a.n_queries)
+        o[int64_t(q) * a.dv + column] = total == 0.0f ? 0.0f : sum[q][i % kTurns] / total;
     }
   }
 };
@@ -571,7 +596,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
                                        const Shared<S>& shared, Ring<S>& ring,
                                        const Queries<S>& queries, V& sums, int warp, int n_warps,
                                        int lane) {
-  const uint8_t* const visible = a.visible + work.sequence * a.visible_stride;
+  const uint8_t* const visible = a.visible + int64_t(work.sequence) * a.visible_stride;
   int stage = 0;
   sums.begin();
 #pragma unroll 1
@@ -593,8 +618,8 @@ __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
 // Each query's sum of weights, in its first lane's place, and with `lse` its logarithm.
 template <typename S>
 __device__ __forceinline__ void add_up(const Arguments& a, const Work& work,
-                                       const Shared<S>& shared, float* lse, int warp, int n_warps,
-                                       int lane) {
+                                       const Shared<S>& shared, int warp, int n_warps, int lane) {
+  float* const lse = a.lse + work.result(a);
 #pragma unroll 1
   for (int q = warp; q < S::kQueries; q += n_warps) {
     float total = shared.total()[q * kWarp + lane];
@@ -630,17 +655,15 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   Queries<S> queries;
   queries.load(a, work, shared, warp, lane);
 
-  const int64_t result = (work.split * a.n_heads + work.head) * a.n_queries + work.q_begin;
-  float *const o = a.o + result * a.dv, *const lse = a.lse + result;
   {
     Sums<S> sums;
     attend<false>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
     const unsigned broken = __ballot_sync(kAll, !sums.is_finite());
     if (lane == 0) shared.flags()[warp] = broken != 0;
-    add_up(a, work, shared, lse, warp, n_warps, lane);
+    add_up(a, work, shared, warp, n_warps, lane);
     __syncthreads();
     if (__ballot_sync(kAll, shared.flags()[min(lane, n_warps - 1)] != 0) == 0) {
-      sums.store(a, work, shared, o, warp, lane);
+      sums.store(a, work, shared, warp, lane);
       return;
     }
   }
@@ -656,9 +679,9 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   __syncthreads();
   CarefulSums<S> sums;
   attend<true>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
-  add_up(a, work, shared, lse, warp, n_warps, lane);
+  add_up(a, work, shared, warp, n_warps, lane);
   __syncthreads();
-  sums.store(a, work, shared, o, warp, lane);
+  sums.store(a, work, shared, warp, lane);
 }
 
 }  // namespace
@@ -669,13 +692,13 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) espnx_attention_##NAME(       \
       const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count,    \
       const uint8_t* visible, const int64_t* last_position, const int64_t* position,             \
-      const float* slope, float* o, float* lse, int64_t n_heads, int64_t n_blocks,               \
-      int64_t visible_stride, int64_t v_begin, uint32_t n_kv, uint32_t n_queries,                \
-      uint32_t q_len, uint32_t block_rows, uint32_t split_rows, uint32_t d, uint32_t dv,         \
+      const float* slope, float* o, float* lse, int64_t n_blocks, int64_t visible_stride,        \
+      int64_t v_begin, uint32_t n_heads, uint32_t n_kv, uint32_t n_queries, uint32_t q_len,      \
+      uint32_t block_rows, uint32_t split_rows, uint32_t d, uint32_t dv,         \
       uint32_t stages, uint32_t window, uint32_t flags, uint32_t soft_cap) {                     \
     attention<Shape<BF16, PIECES, SLICE>>(                                                       \
-        {query, buffer, offset, count, visible, last_position, position, slope, o, lse, n_heads, \
-         n_blocks, visible_stride, v_begin, int(n_kv), int(n_queries), int(q_len),               \
+        {query, buffer, offset, count, visible, last_position, position, slope, o, lse,          \
+         n_blocks, visible_stride, v_begin, int(n_heads), int(n_kv), int(n_queries), int(q_len), \
          int(block_rows), int(split_rows), int(d), int(dv), int(stages), int(window),            \
          (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, __uint_as_float(soft_cap)});      \
   }

@@ -1,0 +1,178 @@
+"""``csrc/cuda/attention.cu``: which rows and queries it has a kernel for, how a block of it lies on a
+multiprocessor, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import NamedTuple
+
+import torch
+
+from .. import device_code
+
+FORMATS = ("fp16", "bf16")
+ALIGNMENT_BYTES = 16  # of blocks, and of the query
+DIM_MIN, DIM_MAX = 129, 1024  # of the longer rows; shorter ones have other kernels
+TILE_ROWS = 32
+_WARPS_MAX = 16
+#: Warps that a multiprocessor's registers hold, by how many values of a row each has.
+_RESIDENT_WARPS = {64: 16, 96: 12}
+#: Rows that are as long as this have warps of 96 values, so that two blocks fit, where 9 warps of
+#: 64 would leave room for one.
+_LONGER_SLICES = range(513, 577)
+_STAGES = (4, 3, 2)
+_SHARED_BYTES, _SYSTEM_BYTES = 227 * 1024, 1024  # of a multiprocessor, and of each of its blocks
+#: As in the source: bytes of a query's scores of a tile and weights of one part, sums and what is
+#: known of it; flags; of a part of 8 queries that registers do not hold, 16 values of each.
+_SCORE_BYTES, _WEIGHT_BYTES, _STATE_BYTES, _FLAG_BYTES = 36 * 4, 80, 32 * 4 + 32, 64
+_PART_BYTES = 8 * 32
+_PARTS_HELD = 2
+
+
+class Plan(NamedTuple):
+    """A launch.
+
+    Attributes:
+        kernel: its name in the source.
+        queries: of a block.
+        warps: of a block, each of which has ``slice_dims`` values of every row.
+        stages: tiles of rows that a block has in shared memory.
+        shared_bytes: of a block.
+        resident: blocks that a multiprocessor holds.
+    """
+
+    kernel: str
+    queries: int
+    slice_dims: int
+    warps: int
+    stages: int
+    shared_bytes: int
+    resident: int
+
+
+@functools.cache
+def plan(n_queries: int, d: int, dv: int, fmt: str) -> Plan | None:
+    """How rows of these lengths are attended to, ``dv = 0``: rows that are K and V at once; None:
+    by no kernel of these."""
+    widest = max(d, dv)
+    if fmt not in FORMATS or not DIM_MIN <= widest <= DIM_MAX:
+        return None
+    queries, slice_dims = 8 if n_queries <= 8 else 16, 96 if widest in _LONGER_SLICES else 64
+    warps = -(-widest // slice_dims)
+    sizes = {n: _shared_bytes(n, queries, d, dv, fmt, slice_dims) for n in _STAGES}
+    resident = min(_RESIDENT_WARPS[slice_dims] // warps, _fitting(sizes[min(_STAGES)]))
+    if warps > _WARPS_MAX or resident == 0:
+        return None
+    stages = next(n for n in _STAGES if _fitting(sizes[n]) >= resident)
+    name = f"espnx_attention_{fmt}_{queries}_{slice_dims}"
+    return Plan(name, queries, slice_dims, warps, stages, sizes[stages], resident)
+
+
+def _fitting(shared_bytes: int) -> int:
+    """Blocks that shared memory has room for."""
+    return _SHARED_BYTES // (shared_bytes + _SYSTEM_BYTES)
+
+
+def _shared_bytes(stages: int, queries: int, d: int, dv: int, fmt: str, slice_dims: int) -> int:
+    k_slices, v_slices = -(-d // slice_dims), -(-dv // slice_dims)
+    parts = 3 if fmt == "bf16" else 2
+    rings = stages * (k_slices + v_slices) * TILE_ROWS * slice_dims * 2
+    known = queries * (k_slices * _SCORE_BYTES + parts * _WEIGHT_BYTES + _STATE_BYTES)
+    pieces = max(k_slices, v_slices) * (slice_dims // 16) * (queries // 8)
+    return rings + known + _FLAG_BYTES + (parts - _PARTS_HELD) * pieces * _PART_BYTES
+
+
+def compiled_plan(
+    n_queries: int, d: int, dv: int, fmt: str, align_bytes: int, device: torch.device
+) -> Plan | None:
+    """`plan`, where its kernel can be launched on a device for blocks at multiples of so many
+    bytes."""
+    found = plan(n_queries, d, dv, fmt) if align_bytes % ALIGNMENT_BYTES == 0 else None
+    if found is None:
+        return None
+    is_there = device_code.is_there("attention", found.kernel, device, found.shared_bytes)
+    return found if is_there else None
+
+
+class Sizes(NamedTuple):
+    """What a launch is told as numbers: heads and KV heads of a sequence, queries of a head, and of
+    a sequence, a head's blocks and their rows, rows of a part, and how long rows are (``dv = 0``:
+    they are K and V at once)."""
+
+    n_heads: int
+    n_kv: int
+    n_queries: int
+    q_len: int
+    n_blocks: int
+    block_rows: int
+    split_rows: int
+    d: int
+    dv: int
+
+
+def launch(
+    found: Plan,
+    sizes: Sizes,
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    tables: list[torch.Tensor],
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    visible_stride: int = 0,
+    has_last: bool = False,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    has_slopes: bool = False,
+) -> None:
+    """Fills ``o`` ``[n_splits, n_heads, n_queries, dv]`` and ``lse``: all on one device, checked and
+    contiguous.
+
+    Args:
+        tables: blocks' offsets, numbers of rows, visible rows, last positions, positions and slopes
+            as ``kernels/attention.py`` has them; those that are not there as any memory.
+    """
+    if query.data_ptr() % ALIGNMENT_BYTES:
+        query = query.clone()
+    q_blocks = -(-sizes.n_queries // found.queries)
+    is_both = sizes.dv == 0
+    flags = is_both | has_last << 1 | has_slopes << 2
+    (cap_bits,) = struct.unpack("<I", struct.pack("<f", soft_cap))
+    wide = (
+        sizes.n_blocks,
+        visible_stride,
+        0 if is_both else 2 * sizes.block_rows * sizes.d,
+    )
+    words = (
+        sizes.n_heads,
+        sizes.n_kv,
+        sizes.n_queries,
+        sizes.q_len,
+        sizes.block_rows,
+        sizes.split_rows,
+        sizes.d,
+        sizes.dv or sizes.d,
+        found.stages,
+        window,
+        flags,
+        cap_bits,
+    )
+    device_code.launch(
+        "attention",
+        found.kernel,
+        o.shape[0] * sizes.n_heads * q_blocks,
+        32 * found.warps,
+        (
+            query,
+            buffer,
+            *tables,
+            o,
+            lse,
+            *(ctypes.c_int64(each) for each in wide),
+            *(ctypes.c_uint32(each) for each in words),
+        ),
+        query.device,
+        found.shared_bytes,
+    )

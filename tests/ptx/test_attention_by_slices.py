@@ -1,0 +1,203 @@
+"""csrc/cuda/attention.cu as nvcc compiles it for sm_90, executed, against the reference in fp64
+within the bounds of docs/tolerances.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from espnx.ops.attention import by_slices, cuda
+from espnx.ops.attention.by_slices import plan
+from tests.ops.attention.ruled import RULES, check_rules
+from tests.ops.attention.test_attention import Case, assert_close, causal, make_case
+from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
+from tests.ptx.nvcc import Launcher, needs_nvcc
+from tests.ptx.program import Fault
+from tests.ptx.sparse import BEYOND, moved
+from tests.sweeps import some
+
+pytestmark = [needs_nvcc, pytest.mark.usefixtures("launch")]
+FORMATS = pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Lengths of rows that are both, and of K and V rows: a warp's last values are 8, 64 or 96 of its
+#: own, and either may be the longer.
+BOTH = (136, 256, 520, 576, 1024)
+APART = ((264, 8), (8, 200), (200, 328), (576, 512))
+
+
+@pytest.fixture
+def launcher(device_code: Callable[..., Any]) -> Launcher:
+    found: Launcher = device_code()
+    return found
+
+
+def check(
+    launcher: Launcher, case: Case, n_splits: int | None = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the kernel that is meant."""
+    before = len(launcher.launches)
+    found = run(case, n_splits)
+    batch, heads, q_len, d = case.query.shape
+    meant = plan(heads // case.table.shape[1] * q_len, d, case.dv, case.format)
+    assert meant is not None
+    assert launcher.launches[before:] == [meant.kernel]
+    assert_close(case, found, **PRECISION)
+    return found
+
+
+@pytest.mark.sampled(1)
+@FORMATS
+@pytest.mark.parametrize("d", BOTH)
+@pytest.mark.parametrize("group", [1, 8, 16])
+@pytest.mark.parametrize("block_rows", [7, 16, 128])
+def test_rows_that_are_both(
+    launcher: Launcher, fmt: str, d: int, group: int, block_rows: int
+) -> None:
+    """Sequences of no row, one, a tile and a row, and several tiles, in parts."""
+    sizes: dict[str, Any] = {"n_kv": 1, "group": group, "block_rows": block_rows, "gap_bytes": 16}
+    check(launcher, make_case(n_rows=[0, 1, 33, 130], d=d, dv=0, fmt=fmt, **sizes), 2)
+
+
+@pytest.mark.sampled(1)
+@FORMATS
+@pytest.mark.parametrize(("d", "dv"), APART)
+@pytest.mark.parametrize("group", [3, 9])
+def test_rows_apart(launcher: Launcher, fmt: str, d: int, dv: int, group: int) -> None:
+    check(
+        launcher,
+        make_case(n_rows=[70, 5], group=group, d=d, dv=dv, block_rows=16, fmt=fmt, gap_bytes=16),
+    )
+
+
+@pytest.mark.parametrize("fmt", some(["fp16", "bf16"], 1))
+def test_more_queries_than_a_block_takes(launcher: Launcher, fmt: str) -> None:
+    """Two KV heads of 20 queries, and a query tensor that begins at no multiple of 16 bytes."""
+    case = make_case(n_rows=[40], group=20, d=136, dv=0, fmt=fmt, gap_bytes=16)
+    flat = torch.cat([torch.zeros(1), case.query.flatten()])
+    case.query, case.scale = flat[1:].view(case.query.shape), 1.0
+    assert case.query.data_ptr() % 16
+    check(launcher, case)
+
+
+@pytest.mark.parametrize("fmt", some(["fp16", "bf16"], 1))
+def test_masks(launcher: Launcher, fmt: str) -> None:
+    case = causal(make_case(n_rows=[70, 45], q_len=12, n_kv=1, d=136, dv=0, fmt=fmt, gap_bytes=16))
+    case.visible = torch.ones(2, 70, dtype=torch.uint8)
+    case.visible[0, :50:3] = 0
+    case.visible[1] = 0
+    check(launcher, case)
+    check(launcher, case, 2)
+
+
+@pytest.mark.sampled(1)
+@FORMATS
+@pytest.mark.parametrize(("d", "dv"), [(576, 0), (320, 272)])
+@pytest.mark.parametrize("names", RULES, ids="-".join)
+@pytest.mark.parametrize("n", [1, 16])
+def test_scores_of_models(
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: Launcher,
+    fmt: str,
+    d: int,
+    dv: int,
+    names: tuple[str, ...],
+    n: int,
+) -> None:
+    check_rules(monkeypatch, fmt, d, dv, n, names)
+    assert launcher.launches
+
+
+@pytest.mark.sampled(1)
+@FORMATS
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("d", [136, 520])
+def test_not_finite(launcher: Launcher, fmt: str, value: float, d: int) -> None:
+    """Of V, seen by the last two of three queries; of K, seen by the last; behind the last row,
+    seen by nobody."""
+    case = causal(
+        make_case(n_rows=[70], q_len=3, d=d, n_kv=1, group=1, fmt=fmt, block_rows=128, gap_bytes=0)
+    )
+    rows = case.buffer.view(case_dtype(case)).view(2, 128, d)
+    rows[:, 70:] = value
+    assert check(launcher, case)[0].isfinite().all()
+    rows[1, 68, d - 3] = value
+    o, _ = check(launcher, case)
+    assert o[0, 0, :, d - 3].isfinite().tolist() == [True, False, False]
+    assert o[0, 0, :, : d - 3].isfinite().all()
+    rows[0, 69] = torch.nan
+    assert check(launcher, case)[1][0, 0].isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("fmt", some(["fp16", "bf16"], 1))
+def test_not_finite_of_both(launcher: Launcher, fmt: str) -> None:
+    case = causal(make_case(n_rows=[40], q_len=3, d=136, dv=0, n_kv=1, fmt=fmt, gap_bytes=0))
+    rows = case.buffer.view(DTYPES[fmt]).view(-1, 16, 136)
+    rows[case.table[0, 0, 2] // (16 * 136 * 2), 6, 5] = torch.nan  # row 38
+    o, lse = check(launcher, case)
+    assert lse[0, 0].isnan().tolist() == [False, True, True]
+    assert o[0, 0, 0].isfinite().all()
+
+
+@FORMATS
+def test_offsets_beyond_32_bits(launcher: Launcher, fmt: str) -> None:
+    near = make_case(n_rows=[33], d=136, dv=0, fmt=fmt, gap_bytes=16)
+    expected = check(launcher, near)
+    near.buffer, near.table = moved(near.buffer), near.table + BEYOND
+    assert all(torch.equal(*pair) for pair in zip(run(near, 1), expected, strict=True))
+
+
+def test_v_rows_that_begin_beyond_32_bits(launcher: Launcher) -> None:
+    """The longest block: its K rows alone have 2^31 bytes."""
+    near = make_case(n_rows=[18], n_kv=1, d=1024, dv=8, fmt="bf16", block_rows=32, gap_bytes=0)
+    expected = check(launcher, near)
+    size, rows = near.buffer.numel() // (1024 + 8), 1 << 20
+    k, v = near.buffer.split([size * 1024, size * 8])
+    v_begin = rows * (size // 32) * 1024
+    whole = moved(torch.cat([v, v.new_zeros((rows - 32) * (size // 32) * 8)]), v_begin)
+    whole[: k.numel()] = k
+    near.buffer, near.block_rows = whole, rows
+    assert all(torch.equal(*pair) for pair in zip(run(near, 1), expected, strict=True))
+
+
+def test_blocks_that_end_beyond_the_buffer_would_be_a_fault(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(n_rows=[32], n_kv=1, d=136, dv=0, gap_bytes=0)
+    monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
+    case.buffer = case.buffer[:-16].clone()
+    with pytest.raises(Fault, match=r"bytes at byte .* of argument 1"):
+        run(case)
+
+
+def test_other_rows_have_other_kernels(launcher: Launcher) -> None:
+    """At other addresses, of other formats, and shorter."""
+    for given in (
+        {"d": 136, "gap_bytes": 2},
+        {"d": 136, "gap_bytes": 16, "fmt": "fp32"},
+        {"d": 136, "gap_bytes": 16, "fmt": "int8"},
+        {"d": 128, "gap_bytes": 16},
+    ):
+        case = make_case(n_rows=[3], n_kv=1, **given)
+        assert_close(case, run(case), **PRECISION)
+    assert not launcher.launches
+
+
+def test_plans() -> None:
+    """Every length has one: all its values have a warp, and as many blocks as are meant fit."""
+    for fmt in by_slices.FORMATS:
+        for d, dv in [(d, 0) for d in range(136, 1025, 8)] + [*APART, (256, 256), (512, 512)]:
+            for n_queries in (1, 8, 9, 100):
+                found = plan(n_queries, d, dv, fmt)
+                assert found is not None
+                assert found.warps * found.slice_dims >= max(d, dv)
+                assert found.warps <= 16
+                assert found.resident * (found.shared_bytes + 1024) <= 227 * 1024
+                assert 2 <= found.stages <= 4
+                tile = 32 * -(-d // 64) * 128
+                assert dv or found.resident * (found.stages - 1) * tile >= 32 * 1024
+    assert plan(16, 1024, 1024, "fp16") is None  # two tiles of both do not fit
+    assert [plan(16, 576, 0, fmt).resident for fmt in by_slices.FORMATS] == [2, 2]  # type: ignore[union-attr]
+    assert plan(16, 256, 0, "fp16").resident == 4  # type: ignore[union-attr]
