@@ -668,7 +668,6 @@ __device__ __forceinline__ void attention(const Arguments& a) {
     }
   }
   // Rare: a value of V is not finite.
-  __syncthreads();
   for (int q = warp; q < S::kQueries; q += n_warps) {
     shared.total()[q * kWarp + lane] = 0.0f;
     if (lane == 0) shared.places()[q].best = -INFINITY;
@@ -676,7 +675,6 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   ring.begin();
 #pragma unroll 1
   for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
-  __syncthreads();
   CarefulSums<S> sums;
   attend<true>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
   add_up(a, work, shared, warp, n_warps, lane);
