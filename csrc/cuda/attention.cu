@@ -275,13 +275,12 @@ struct Ring {
         const int first = (turn * kWarp + lane) / kRowCopies;
         const int piece = (turn * kWarp + lane) % kRowCopies;
         const int to = S::place_of(first, piece), column = warp * S::kSlice + piece * 8;
-#pragma unroll
+#pragma unroll 2
         for (int i = 0; i < kRows / 8; ++i) {
           const int row = i * 8 + first, at = to + i * 8 * S::kPitch;
-          const uint32_t low = __shfl_sync(kAll, uint32_t(offset), row);
-          const uint32_t high = __shfl_sync(kAll, uint32_t(offset >> 32), row);
+          const uint8_t* const block =
+              a.buffer + __shfl_sync(kAll, static_cast<long long>(offset), row);
           const uint32_t place = __shfl_sync(kAll, in_block, row);
-          const uint8_t* const block = a.buffer + int64_t(uint64_t(high) << 32 | low);
           const bool is_row = next + row < work.end;
           if (warp < k_slices) {
             const bool is_there = is_row && column < a.d;
