@@ -1,20 +1,20 @@
-// Attention over long rows of fp16 or bf16 in blocks of a byte buffer: rows that are K and V at once
-// (latent rows, X rows), and K and V rows. kernels/attention.py says what the arguments mean.
+// Attention over long rows of fp16 or bf16 in blocks of a byte buffer: rows that are K and V at
+// once (latent rows, X rows), and K and V rows. kernels/attention.py says what the arguments mean.
 //
 // o[i] = sum over the rows r that query i sees of softmax_r(<query[i], k_r>) v_r, and lse, the
 // logarithm of its denominator; 8, 16 or 32 queries of a head over one part of its rows a block.
 //
-// Each warp has 64 or 96 values of all rows: it copies them into a ring of its own in shared memory, 32
-// rows a tile, asynchronously; holds those of the queries in registers, in the parts that tensor
-// cores take (two of fp16 or three of bf16, which add up to them); and sums those of V. So a row is
-// brought once, whether it is both or not, and read from shared memory twice. Rows are the left
-// operand of products, queries and weights the right one, of which a tensor core takes 8. Warps meet
-// twice in a tile: when each has its share of the scores, and when these are weights. Between, a
-// lane has a row, and a warp two queries at a time. Scores are in powers of two.
+// Each warp has 64 or 96 values of all rows: it copies them into a ring of its own in shared
+// memory, 32 rows a tile, asynchronously; holds those of the queries in registers, in the parts
+// that tensor cores take (two of fp16 or three of bf16, which add up to them); and sums those of V.
+// So a row is brought once, whether it is both or not, and read from shared memory twice. Rows are
+// the left operand of products, queries and weights the right one, of which a tensor core takes 8.
+// Warps meet twice in a tile: when each has its share of the scores, and when these are weights.
+// Between, a lane has a row, and a warp two queries at a time. Scores are in powers of two.
 //
-// A value of V that is not finite makes sums of queries so that do not see its row, since zero times
-// infinity is NaN: where a sum is not finite all of them are made once more, by plain multiply-adds
-// of those who see a row.
+// A value of V that is not finite makes sums of queries so that do not see its row, since zero
+// times infinity is NaN: where a sum is not finite all of them are made once more, by plain
+// multiply-adds of those who see a row.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -49,7 +49,7 @@ struct Arguments {
   int n_heads, n_kv, n_queries, q_len, block_rows, split_rows;
   int d, dv, stages, window;
   bool is_both, has_last, has_slopes;
-  float soft_cap;
+  float soft_cap, cap_inverse;
 };
 
 // What is to be known of a query: the rows that it sees, and what is done to its scores.
@@ -86,13 +86,13 @@ __device__ __forceinline__ float log2_of(float x) {
   return found;
 }
 
-// Good to a few units in the last place also near 0, where 1 - e^-2x would lose all: Taylor's series
-// up to x^9 is off by 2^-27 at most below 1/4.
+// Good to a few units in the last place also near 0, where 1 - e^-2x would lose all: Taylor's
+// series up to x^9 is off by 2^-27 at most below 1/4.
 __device__ __forceinline__ float tanh_of(float x) {
   const float size = fabsf(x), square = x * x;
   float series = square * (62.0f / 2835.0f) - 17.0f / 315.0f;
   series = (series * square + 2.0f / 15.0f) * square - 1.0f / 3.0f;
-  const float e = power_of_two(-2.0f * kLog2E * size), far = (1.0f - e) / (1.0f + e);
+  const float e = power_of_two(-2.0f * kLog2E * size), far = __fdividef(1.0f - e, 1.0f + e);
   return size < 0.25f ? x + x * square * series : x < 0.0f ? -far : far;
 }
 
@@ -185,6 +185,15 @@ struct Shape {
   }
 };
 
+// A block's work: some queries of a head, and some of its rows.
+struct Work {
+  int head, sequence, split, q_begin, begin, end, n_rows, unused;
+
+  __device__ __forceinline__ int64_t result(const Arguments& a) const {  // of its first query
+    return (int64_t(split) * a.n_heads + head) * a.n_queries + q_begin;
+  }
+};
+
 // Where things lie in shared memory, after the rings.
 template <typename S>
 struct Shared {
@@ -207,23 +216,17 @@ struct Shared {
   __device__ __forceinline__ int* flags() const {  // of each warp: a sum of its is not finite
     return reinterpret_cast<int*>(places() + S::kQueries);
   }
+  __device__ __forceinline__ Work* work() const {  // for what comes in the end
+    return reinterpret_cast<Work*>(flags() + kWarps);
+  }
   __device__ __forceinline__ uint2* parts(int slice) const {  // that registers do not hold
-    return reinterpret_cast<uint2*>(reinterpret_cast<uint8_t*>(flags() + kWarps) +
+    return reinterpret_cast<uint2*>(reinterpret_cast<uint8_t*>(work() + 1) +
                                     slice * S::kSharedBytes);
   }
 };
 
-// A block's work: some queries of a head, and some of its rows.
-struct Work {
-  int head, sequence, split, q_begin, begin, end, n_rows;
-
-  __device__ __forceinline__ int64_t result(const Arguments& a) const {  // of its first query
-    return (int64_t(split) * a.n_heads + head) * a.n_queries + q_begin;
-  }
-};
-
 __device__ __forceinline__ Work work_of(const Arguments& a, int n_queries) {
-  Work work;
+  Work work{};
   const int q_blocks = (a.n_queries + n_queries - 1) / n_queries;
   const int rest = int(blockIdx.x / q_blocks);
   work.q_begin = int(blockIdx.x % q_blocks) * n_queries;
@@ -265,36 +268,32 @@ struct Ring {
     if (next < work.end) look_up();
   }
 
-  // 16 bytes a lane, neighbours of a row. Zeros stand for what is not there.
+  // A warp's values of a tile's rows, of which a lane knows where its own begins: 16 bytes a lane,
+  // neighbours of a row. Zeros stand for what is not there.
+  __device__ __forceinline__ void copy_tile(uint32_t slot, int64_t begin, int width) const {
+    constexpr int kRowCopies = S::kSlice / 8, kTurns = 8 * kRowCopies / kWarp;  // of 8 rows
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int first = (turn * kWarp + lane) / kRowCopies;
+      const int piece = (turn * kWarp + lane) % kRowCopies;
+      const int column = warp * S::kSlice + piece * 8;
+      const int n_rows = column < width ? work.end - next : 0;
+      const uint8_t* const from = a.buffer + column * 2;
+      const uint32_t to = slot + S::place_of(first, piece);
+#pragma unroll
+      for (int row = 0; row < kRows; row += 8) {
+        const int64_t at = __shfl_sync(kAll, static_cast<long long>(begin), row + first);
+        copy_ahead(to + row * S::kPitch, from + at, row + first < n_rows ? 16 : 0);
+      }
+    }
+  }
+
   __device__ __forceinline__ void produce(int stage) {
     if (next < work.end) {
-      constexpr int kRowCopies = S::kSlice / 8, kTurns = 8 * kRowCopies / kWarp;  // of 8 rows
-      const uint32_t k_slot = keys(stage), v_slot = values(stage);
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        const int first = (turn * kWarp + lane) / kRowCopies;
-        const int piece = (turn * kWarp + lane) % kRowCopies;
-        const int to = S::place_of(first, piece), column = warp * S::kSlice + piece * 8;
-#pragma unroll 2
-        for (int i = 0; i < kRows / 8; ++i) {
-          const int row = i * 8 + first, at = to + i * 8 * S::kPitch;
-          const uint8_t* const block =
-              a.buffer + __shfl_sync(kAll, static_cast<long long>(offset), row);
-          const uint32_t place = __shfl_sync(kAll, in_block, row);
-          const bool is_row = next + row < work.end;
-          if (warp < k_slices) {
-            const bool is_there = is_row && column < a.d;
-            copy_ahead(k_slot + at, block + (is_there ? (place * a.d + column) * 2u : 0),
-                       is_there ? 16 : 0);
-          }
-          if (!a.is_both && warp < v_slices) {
-            const bool is_there = is_row && column < a.dv;
-            copy_ahead(v_slot + at,
-                       block + (is_there ? a.v_begin + (place * a.dv + column) * 2u : 0),
-                       is_there ? 16 : 0);
-          }
-        }
-      }
+      const int64_t row = in_block;
+      if (warp < k_slices) copy_tile(keys(stage), offset + row * (2 * a.d), a.d);
+      if (!a.is_both && warp < v_slices)
+        copy_tile(values(stage), offset + a.v_begin + row * (2 * a.dv), a.dv);
       next += kRows;
       if (next < work.end) look_up();
     }
@@ -414,14 +413,13 @@ __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& share
 #pragma unroll 4
     for (int slice = 0; slice < shared.n_slices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        sum[i] += shared.score(slice)[(first + i) * kScorePitch + lane];
+      for (int i = 0; i < 2; ++i) sum[i] += shared.score(slice)[(first + i) * kScorePitch + lane];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int q = first + i;
       const Place place = shared.places()[q];
       float score = sum[i] * place.factor;
-      if (a.soft_cap > 0.0f) score = a.soft_cap * tanh_of(score / a.soft_cap);
+      if (a.soft_cap > 0.0f) score = a.soft_cap * tanh_of(score * a.cap_inverse);
       if (a.has_slopes) score += place.slope * float(row - place.position);
       score *= kLog2E;
       const bool is_seen = is_visible && row >= place.first && row <= place.last;
@@ -526,12 +524,12 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int q = piece * 8 + lane % 4 * 2 + i % 2;
-        const float total = shared.total()[q * kWarp];
+        const float inverse = shared.total()[q * kWarp];
 #pragma unroll
         for (int tile = 0; tile < kSteps; ++tile) {
           const int column = warp * S::kSlice + tile * 16 + i / 2 * 8 + lane / 4;
           if (work.q_begin + q < a.n_queries && column < a.dv)
-            o[int64_t(q) * a.dv + column] = total == 0.0f ? 0.0f : sum[tile][piece][i] / total;
+            o[int64_t(q) * a.dv + column] = sum[tile][piece][i] * inverse;
         }
       }
   }
@@ -582,9 +580,9 @@ struct CarefulSums {
 #pragma unroll
     for (int i = 0; i < S::kQueries * kTurns; ++i) {
       const int q = i / kTurns, column = warp * S::kSlice + i % kTurns * kWarp + lane;
-      const float total = shared.total()[q * kWarp];
+      const float inverse = shared.total()[q * kWarp];
       if (column < a.dv && work.q_begin + q < a.n_queries)
-        o[int64_t(q) * a.dv + column] = total == 0.0f ? 0.0f : sum[q][i % kTurns] / total;
+        o[int64_t(q) * a.dv + column] = sum[q][i % kTurns] * inverse;
     }
   }
 };
@@ -614,7 +612,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
   }
 }
 
-// Each query's sum of weights, in its first lane's place, and with `lse` its logarithm.
+// The inverse of each query's sum of weights, in its first lane's place; and its logarithm.
 template <typename S>
 __device__ __forceinline__ void add_up(const Arguments& a, const Work& work,
                                        const Shared<S>& shared, int warp, int n_warps, int lane) {
@@ -625,7 +623,8 @@ __device__ __forceinline__ void add_up(const Arguments& a, const Work& work,
 #pragma unroll
     for (int by = kWarp / 2; by; by /= 2) total += __shfl_xor_sync(kAll, total, by);
     if (lane == 0) {
-      shared.total()[q * kWarp] = total;
+      // zeros where a query has seen no row
+      shared.total()[q * kWarp] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
       const float best = shared.places()[q].best - (S::kBf16 ? 0.0f : kWeightBits);
       if (work.q_begin + q < a.n_queries)
         lse[q] = total == 0.0f ? -INFINITY : (best + log2_of(total)) * kLn2;
@@ -642,13 +641,22 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   const int tile_slices = k_slices + (a.is_both ? 0 : v_slices);
   const Work work = work_of(a, S::kQueries);
   const Shared<S> shared{memory, a.stages * tile_slices * S::kSliceBytes, k_slices};
-  Ring<S> ring{a,        work, lane, warp, k_slices, v_slices,
-               static_cast<uint32_t>(__cvta_generic_to_shared(memory)), 0, 0, 0};
+  Ring<S> ring{a,
+               work,
+               lane,
+               warp,
+               k_slices,
+               v_slices,
+               static_cast<uint32_t>(__cvta_generic_to_shared(memory)),
+               0,
+               0,
+               0};
   ring.begin();
 #pragma unroll 1
   for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
 
   note_places(a, work, shared, warp, n_warps, lane);
+  if (threadIdx.x == 0) *shared.work() = work;
   for (int q = warp; q < S::kQueries; q += n_warps) shared.total()[q * kWarp + lane] = 0.0f;
   __syncthreads();
   Queries<S> queries;
@@ -659,10 +667,10 @@ __device__ __forceinline__ void attention(const Arguments& a) {
     attend<false>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
     const unsigned broken = __ballot_sync(kAll, !sums.is_finite());
     if (lane == 0) shared.flags()[warp] = broken != 0;
-    add_up(a, work, shared, warp, n_warps, lane);
+    add_up(a, *shared.work(), shared, warp, n_warps, lane);
     __syncthreads();
     if (__ballot_sync(kAll, shared.flags()[min(lane, n_warps - 1)] != 0) == 0) {
-      sums.store(a, work, shared, warp, lane);
+      sums.store(a, *shared.work(), shared, warp, lane);
       return;
     }
   }
@@ -676,28 +684,51 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
   CarefulSums<S> sums;
   attend<true>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
-  add_up(a, work, shared, warp, n_warps, lane);
+  add_up(a, *shared.work(), shared, warp, n_warps, lane);
   __syncthreads();
-  sums.store(a, work, shared, warp, lane);
+  sums.store(a, *shared.work(), shared, warp, lane);
 }
 
 }  // namespace
 
 // Kernels by format, queries of a block, and values of a warp: a block has a warp for each so many
 // values of the longer rows, WARPS at most, and a multiprocessor BLOCKS blocks at least.
-#define ATTENTION(NAME, BF16, PIECES, SLICE, WARPS, BLOCKS)                                      \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) espnx_attention_##NAME(       \
-      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count,    \
-      const uint8_t* visible, const int64_t* last_position, const int64_t* position,             \
-      const float* slope, float* o, float* lse, int64_t n_blocks, int64_t visible_stride,        \
-      int64_t v_begin, uint32_t n_heads, uint32_t n_kv, uint32_t n_queries, uint32_t q_len,      \
-      uint32_t block_rows, uint32_t split_rows, uint32_t d, uint32_t dv,         \
-      uint32_t stages, uint32_t window, uint32_t flags, uint32_t soft_cap) {                     \
-    attention<Shape<BF16, PIECES, SLICE>>(                                                       \
-        {query, buffer, offset, count, visible, last_position, position, slope, o, lse,          \
-         n_blocks, visible_stride, v_begin, int(n_heads), int(n_kv), int(n_queries), int(q_len), \
-         int(block_rows), int(split_rows), int(d), int(dv), int(stages), int(window),            \
-         (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, __uint_as_float(soft_cap)});      \
+#define ATTENTION(NAME, BF16, PIECES, SLICE, WARPS, BLOCKS)                                   \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) espnx_attention_##NAME(    \
+      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count, \
+      const uint8_t* visible, const int64_t* last_position, const int64_t* position,          \
+      const float* slope, float* o, float* lse, int64_t n_blocks, int64_t visible_stride,     \
+      int64_t v_begin, uint32_t n_heads, uint32_t n_kv, uint32_t n_queries, uint32_t q_len,   \
+      uint32_t block_rows, uint32_t split_rows, uint32_t d, uint32_t dv, uint32_t stages,     \
+      uint32_t window, uint32_t flags, float soft_cap, float cap_inverse) {                   \
+    attention<Shape<BF16, PIECES, SLICE>>({query,                                             \
+                                           buffer,                                            \
+                                           offset,                                            \
+                                           count,                                             \
+                                           visible,                                           \
+                                           last_position,                                     \
+                                           position,                                          \
+                                           slope,                                             \
+                                           o,                                                 \
+                                           lse,                                               \
+                                           n_blocks,                                          \
+                                           visible_stride,                                    \
+                                           v_begin,                                           \
+                                           int(n_heads),                                      \
+                                           int(n_kv),                                         \
+                                           int(n_queries),                                    \
+                                           int(q_len),                                        \
+                                           int(block_rows),                                   \
+                                           int(split_rows),                                   \
+                                           int(d),                                            \
+                                           int(dv),                                           \
+                                           int(stages),                                       \
+                                           int(window),                                       \
+                                           (flags & 1) != 0,                                  \
+                                           (flags & 2) != 0,                                  \
+                                           (flags & 4) != 0,                                  \
+                                           soft_cap,                                          \
+                                           cap_inverse});                                     \
   }
 
 ATTENTION(fp16_8_64, false, 1, 64, 16, 1)

@@ -169,24 +169,30 @@ def _loop_of(code: list[tuple[str, str]], loops: list[Loop], *, has_inner: bool)
     return max(fitting, key=lambda loop: (brought(loop), -loop.begin))
 
 
-def _ring_loop(assembly: Assembly) -> tuple[Loop, set[int]]:
-    """The loop that copies ahead and multiplies most, the shortest of those alike, and what of it
-    is rare: what branches pass over that holds neither, nor asks all lanes."""
+def _ring_loop(assembly: Assembly, *, counts_loops: bool) -> tuple[Loop, set[int]]:
+    """Of the innermost loops that copy ahead and multiply the one that multiplies most, or the
+    shorter one; and what of it is rare: what branches pass over that holds neither, nor asks all
+    lanes, nor is a loop of those that count."""
     words = (AHEAD, CLASSES["tensor"])
+    both = [
+        each
+        for each in assembly.loops
+        if all(assembly.holds(each.begin, each.end + 1, some) for some in words)
+    ]
     products = [opcode.split(".")[0] in words[1] for opcode, _ in assembly.code]
     loop = min(
-        (
-            each
-            for each in assembly.loops
-            if all(assembly.holds(each.begin, each.end + 1, some) for some in words)
-        ),
+        (each for each in both if not any(each.holds(other) for other in both)),
         key=lambda each: (-sum(products[each.begin : each.end + 1]), each.end - each.begin),
     )
+    counting = [each for each in assembly.loops if counts_loops and loop.holds(each)]
     common = (*words[0], *words[1], *TOGETHER)
     at, rare = loop.begin, set[int]()
     while at <= loop.end:
         target = assembly.targets.get(at, 0)
-        if at < target <= loop.end and not assembly.holds(at, target, common):
+        is_common = assembly.holds(at, target, common) or any(
+            at < each.begin < target for each in counting
+        )
+        if at < target <= loop.end and not is_common:
             rare.update(range(at + 1, target))
             at = target
         else:
@@ -206,7 +212,7 @@ def main_loop(
     code, loops, _ = assembly
     rare = set[int]()
     if has_ring:
-        loop, rare = _ring_loop(assembly)
+        loop, rare = _ring_loop(assembly, counts_loops=isinstance(inner_trips, tuple))
     else:
         loop = _loop_of(code, loops, has_inner=inner_trips != 0)
     inner = sorted(other for other in loops if loop.holds(other)) if inner_trips else []
@@ -255,7 +261,7 @@ def analysed(variant: Any, capability: int) -> dict[str, Any]:
     text = tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
     if entry := getattr(kernel, "entry", ""):
         text = of_kernel(text, entry)
-    has_ring = variant.tiles_ahead > 1
+    has_ring = variant.tiles_ahead > 1 or isinstance(variant.inner_trips, tuple)
     loop = main_loop(text, variant.inner_trips, found["threads"], has_ring=has_ring)
     return {
         "variant": variant.name,

@@ -224,10 +224,11 @@ def attending_by_slices(
     fmt: str, d: int, dv: int = 0, n_queries: int = 16, *, has_bar: bool = True
 ) -> DeviceVariant:
     """A kernel of attention in csrc/cuda; ``dv`` 0: rows that are K and V at once. Its inner loops
-    take two queries at a time, and for these the shares of four warps, and of one, at a time."""
+    copy pieces of rows of K and, where they are apart, of V, of 8 rows in so many turns; take two
+    queries at a time; and for these the shares of four warps."""
     plan = by_slices.plan(n_queries, d, dv, fmt)
     assert plan is not None
-    turns = -(-plan.queries // (2 * plan.warps))
+    copies, turns = plan.slice_dims // 32, -(-plan.queries // (2 * plan.warps))
     shares = -(-d // plan.slice_dims)
     return DeviceVariant(
         f"attention {fmt} d {d}{'' if dv else ' X'} {plan.queries} queries by slices",
@@ -236,7 +237,7 @@ def attending_by_slices(
         32 * plan.warps,
         by_slices.TILE_ROWS * (d + dv) * 2,
         plan.shared_bytes,
-        (turns, shares // 4, shares % 4),
+        (copies, copies if dv else 0, turns, shares // 4),
         has_bar,
         tiles_ahead=plan.stages - 1,
     )

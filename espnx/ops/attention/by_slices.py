@@ -25,8 +25,8 @@ _LONGER_SLICES = range(513, 577)
 _STAGES = (4, 3, 2)
 _SHARED_BYTES, _SYSTEM_BYTES = 227 * 1024, 1024  # of a multiprocessor, and of each of its blocks
 #: As in the source: bytes of a query's scores of a tile and weights of one part, sums and what is
-#: known of it; flags; of a part of 8 queries that registers do not hold, 16 values of each.
-_SCORE_BYTES, _WEIGHT_BYTES, _STATE_BYTES, _FLAG_BYTES = 36 * 4, 80, 32 * 4 + 32, 64
+#: known of it; flags and the block's work; of a part of 8 queries that registers do not hold, 16 values of each.
+_SCORE_BYTES, _WEIGHT_BYTES, _STATE_BYTES, _FLAG_BYTES = 36 * 4, 80, 32 * 4 + 32, 96
 _PART_BYTES = 8 * 32
 _PARTS_HELD = 2
 
@@ -139,7 +139,7 @@ def launch(
     q_blocks = -(-sizes.n_queries // found.queries)
     is_both = sizes.dv == 0
     flags = is_both | has_last << 1 | has_slopes << 2
-    (cap_bits,) = struct.unpack("<I", struct.pack("<f", soft_cap))
+    caps = struct.unpack("<2I", struct.pack("<2f", soft_cap, 1.0 / soft_cap if soft_cap else 0.0))
     wide = (
         sizes.n_blocks,
         visible_stride,
@@ -157,7 +157,7 @@ def launch(
         found.stages,
         window,
         flags,
-        cap_bits,
+        *caps,
     )
     device_code.launch(
         "attention",
