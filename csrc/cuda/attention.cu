@@ -4,7 +4,7 @@
 // o[i] = sum over the rows r that query i sees of softmax_r(<query[i], k_r>) v_r, and lse, the
 // logarithm of its denominator; 8, 16 or 32 queries of a head over one part of its rows a block.
 //
-// Each warp has 64 or 96 values of all rows: it copies them into a ring of its own in shared
+// Each warp has 64, 96 or 128 values of all rows: it copies them into a ring of its own in shared
 // memory, 32 rows a tile, asynchronously; holds those of the queries in registers, in the parts
 // that tensor cores take (two of fp16 or three of bf16, which add up to them); and sums those of V.
 // So a row is brought once, whether it is both or not, and read from shared memory twice. Rows are
@@ -52,11 +52,12 @@ struct Arguments {
   float soft_cap, cap_inverse;
 };
 
-// What is to be known of a query: the rows that it sees, and what is done to its scores.
-struct Place {
-  int first, last, position;
-  float slope, factor, down;
-  float best, alpha;
+// What is to be known of a query: the rows that it sees, what is done to its scores, and its peak.
+struct alignas(16) Place {
+  int first, last;
+  float factor, best;  // what every tile asks for, together
+  float alpha, down, slope;
+  int position;
 };
 
 __device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, int n_bytes) {
@@ -169,19 +170,20 @@ struct Shape {
   static constexpr int kScoreFloats = kQueries * kScorePitch;  // of a warp's share
   static constexpr int kSteps = kSlice / 16;
   static constexpr int kPitch = kSlice * 2, kSliceBytes = kRows * kPitch;
-  static_assert(kSlice == 64 || kSlice == 96);
+  static_assert(kSlice == 64 || kSlice == 96 || kSlice == 128);
 
   static constexpr int kHeld = 2;  // parts of the queries in registers, the third in shared memory
   static constexpr int kSharedBytes = (kParts - kHeld) * kSteps * kPieces * kWarp * 8;  // of a warp
 
   // Where 16 bytes of a row lie: permuted, so that those of eight rows are in different banks.
   __device__ __forceinline__ static int place_of(int row, int piece) {
-    return row * kPitch + (piece ^ (kSlice == 64 ? row & 7 : row >> 1 & 3)) * 16;
+    return row * kPitch + (piece ^ (kSlice == 96 ? row >> 1 & 3 : row & 7)) * 16;
   }
   // From the place of a row's first 32 bytes, or of their second half, so many times 32 further;
   // places in rings are multiples of 128.
   __device__ __forceinline__ static uint32_t further(uint32_t place, int by) {
-    return kSlice == 64 ? place ^ by * 32 : (place ^ by % 2 * 32) + by / 2 * 64;
+    constexpr int kPermuted = kSlice == 96 ? 2 : 4;  // so many times 32 bytes
+    return (place ^ by % kPermuted * 32) + by / kPermuted * kPermuted * 32;
   }
 };
 
@@ -309,7 +311,7 @@ __device__ __forceinline__ void note_places(const Arguments& a, const Work& work
 #pragma unroll 1
   for (int q = warp; q < S::kQueries; q += n_warps) {
     const int number = work.q_begin + q;
-    Place place{0, -1, 0, 0.0f, 1.0f, 1.0f, -INFINITY, 1.0f};
+    Place place{0, -1, 1.0f, -INFINITY, 1.0f, 1.0f, 0.0f, 0};
     if (number < a.n_queries) {
       const int64_t at = int64_t(work.head) * a.n_queries + number;
       if constexpr (!S::kBf16) {
@@ -409,26 +411,32 @@ __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& share
                                       bool is_visible, int warp, int n_warps, int lane) {
 #pragma unroll 1
   for (int first = 2 * warp; first < S::kQueries; first += 2 * n_warps) {
-    float sum[2] = {0.0f, 0.0f}, alpha[2], above[2];
-#pragma unroll 4
+    float score[2] = {0.0f, 0.0f}, alpha[2], above[2];
+    const Place* const places = shared.places() + first;
+#pragma unroll(S::kBf16&& S::kSlice == 64 ? 2 : 4)
     for (int slice = 0; slice < shared.n_slices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i] += shared.score(slice)[(first + i) * kScorePitch + lane];
+      for (int i = 0; i < 2; ++i) score[i] += shared.score(slice)[(first + i) * kScorePitch + lane];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) score[i] *= places[i].factor;
+    if (a.soft_cap > 0.0f) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) score[i] = a.soft_cap * tanh_of(score[i] * a.cap_inverse);
+    }
+    if (a.has_slopes) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) score[i] += places[i].slope * float(row - places[i].position);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int q = first + i;
-      const Place place = shared.places()[q];
-      float score = sum[i] * place.factor;
-      if (a.soft_cap > 0.0f) score = a.soft_cap * tanh_of(score * a.cap_inverse);
-      if (a.has_slopes) score += place.slope * float(row - place.position);
-      score *= kLog2E;
-      const bool is_seen = is_visible && row >= place.first && row <= place.last;
-      if (!is_seen) score = -INFINITY;
-      above[i] = fmaxf(place.best, largest_of(score));
+      const bool is_seen = is_visible && row >= places[i].first && row <= places[i].last;
+      const float seen = is_seen ? score[i] * kLog2E : -INFINITY, best = places[i].best;
+      above[i] = fmaxf(best, largest_of(seen));
       // A query that has seen no row yet has no peak to subtract.
       const float peak = above[i] == -INFINITY ? 0.0f : above[i];
-      alpha[i] = power_of_two(place.best - peak);
-      const float weight = power_of_two(score - (S::kBf16 ? peak : peak - kWeightBits));
+      alpha[i] = power_of_two(best - peak);
+      const float weight = power_of_two(seen - (S::kBf16 ? peak : peak - kWeightBits));
       float* const total = shared.total() + q * kWarp + lane;
       *total = *total * alpha[i] + weight;
       if constexpr (kCareful) {
@@ -436,10 +444,11 @@ __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& share
         reinterpret_cast<float*>(shared.weights())[lane * S::kQueries + q] =
             is_seen ? weight : -1.0f;
       } else {
+        uint16_t* const to =
+            reinterpret_cast<uint16_t*>(shared.weights() + q * kWeightPitch) + lane;
 #pragma unroll
         for (int part = 0; part < S::kParts; ++part)
-          *reinterpret_cast<uint16_t*>(shared.weights() + (part * S::kQueries + q) * kWeightPitch +
-                                       lane * 2) = uint16_t(part_of<S::kBf16>(weight, part));
+          to[part * S::kQueries * kWeightPitch / 2] = uint16_t(part_of<S::kBf16>(weight, part));
       }
     }
     __syncwarp();  // all lanes have read what one of them writes now
@@ -735,7 +744,11 @@ ATTENTION(fp16_8_64, false, 1, 64, 16, 1)
 ATTENTION(fp16_16_64, false, 2, 64, 16, 1)
 ATTENTION(fp16_8_96, false, 1, 96, 6, 2)
 ATTENTION(fp16_16_96, false, 2, 96, 6, 2)
+ATTENTION(fp16_8_128, false, 1, 128, 8, 1)
+ATTENTION(fp16_16_128, false, 2, 128, 8, 1)
 ATTENTION(bf16_8_64, true, 1, 64, 16, 1)
 ATTENTION(bf16_16_64, true, 2, 64, 16, 1)
 ATTENTION(bf16_8_96, true, 1, 96, 6, 2)
 ATTENTION(bf16_16_96, true, 2, 96, 6, 2)
+ATTENTION(bf16_8_128, true, 1, 128, 8, 1)
+ATTENTION(bf16_16_128, true, 2, 128, 8, 1)

@@ -225,11 +225,11 @@ def attending_by_slices(
 ) -> DeviceVariant:
     """A kernel of attention in csrc/cuda; ``dv`` 0: rows that are K and V at once. Its inner loops
     copy pieces of rows of K and, where they are apart, of V, of 8 rows in so many turns; take two
-    queries at a time; and for these the shares of four warps."""
+    queries at a time; and for these the shares of four warps, or of two where registers are few."""
     plan = by_slices.plan(n_queries, d, dv, fmt)
     assert plan is not None
     copies, turns = plan.slice_dims // 32, -(-plan.queries // (2 * plan.warps))
-    shares = -(-d // plan.slice_dims)
+    shares = -(-d // plan.slice_dims) // (2 if fmt == "bf16" and plan.slice_dims == 64 else 4)
     return DeviceVariant(
         f"attention {fmt} d {d}{'' if dv else ' X'} {plan.queries} queries by slices",
         "attention",
@@ -237,7 +237,7 @@ def attending_by_slices(
         32 * plan.warps,
         by_slices.TILE_ROWS * (d + dv) * 2,
         plan.shared_bytes,
-        (copies, copies if dv else 0, turns, shares // 4),
+        (copies, copies if dv else 0, turns, shares),
         has_bar,
         tiles_ahead=plan.stages - 1,
     )

@@ -16,12 +16,8 @@ FORMATS = ("fp16", "bf16")
 ALIGNMENT_BYTES = 16  # of blocks, and of the query
 DIM_MIN, DIM_MAX = 129, 1024  # of the longer rows; shorter ones have other kernels
 TILE_ROWS = 32
-_WARPS_MAX = 16
 #: Warps that a multiprocessor's registers hold, by how many values of a row each has.
-_RESIDENT_WARPS = {64: 16, 96: 12}
-#: Rows that are as long as this have warps of 96 values, so that two blocks fit, where 9 warps of
-#: 64 would leave room for one.
-_LONGER_SLICES = range(513, 577)
+_RESIDENT_WARPS = {64: 16, 96: 12, 128: 8}
 _STAGES = (4, 3, 2)
 _SHARED_BYTES, _SYSTEM_BYTES = 227 * 1024, 1024  # of a multiprocessor, and of each of its blocks
 #: As in the source: bytes of a query's scores of a tile and weights of one part, sums and what is
@@ -59,15 +55,24 @@ def plan(n_queries: int, d: int, dv: int, fmt: str) -> Plan | None:
     widest = max(d, dv)
     if fmt not in FORMATS or not DIM_MIN <= widest <= DIM_MAX:
         return None
-    queries, slice_dims = 8 if n_queries <= 8 else 16, 96 if widest in _LONGER_SLICES else 64
+    queries, slice_dims = 8 if n_queries <= 8 else 16, _slice_dims(widest)
     warps = -(-widest // slice_dims)
     sizes = {n: _shared_bytes(n, queries, d, dv, fmt, slice_dims) for n in _STAGES}
     resident = min(_RESIDENT_WARPS[slice_dims] // warps, _fitting(sizes[min(_STAGES)]))
-    if warps > _WARPS_MAX or resident == 0:
+    if resident == 0:
         return None
     stages = next(n for n in _STAGES if _fitting(sizes[n]) >= resident)
     name = f"espnx_attention_{fmt}_{queries}_{slice_dims}"
     return Plan(name, queries, slice_dims, warps, stages, sizes[stages], resident)
+
+
+def _slice_dims(widest: int) -> int:
+    """Values of a row that a warp has: few of them, so that many warps hide each other's waits;
+    more where that lets two blocks fit (9 warps of 64 would leave room for one), and in the longest
+    rows, so that fewer warps exchange scores."""
+    if 512 < widest <= 576:
+        return 96
+    return 64 if widest <= 768 else 128
 
 
 def _fitting(shared_bytes: int) -> int:
