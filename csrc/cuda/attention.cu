@@ -200,14 +200,14 @@ struct Work {
 template <typename S>
 struct Shared {
   uint8_t* memory;
-  int ring_bytes, n_slices;  // of K
+  int ring_bytes, n_warps;
 
   __device__ __forceinline__ float* score(int slice) const {
     return reinterpret_cast<float*>(memory + ring_bytes) + slice * S::kScoreFloats;
   }
   // Weights by part, query and row; with care: floats by row and query.
   __device__ __forceinline__ uint8_t* weights() const {
-    return reinterpret_cast<uint8_t*>(score(n_slices));
+    return reinterpret_cast<uint8_t*>(score(n_warps));
   }
   __device__ __forceinline__ float* total() const {  // by query and lane
     return reinterpret_cast<float*>(weights() + S::kParts * S::kQueries * kWeightPitch);
@@ -245,17 +245,17 @@ template <typename S>
 struct Ring {
   const Arguments& a;
   const Work& work;
-  int lane, warp, k_slices, v_slices;
+  int lane, warp, n_warps;
   uint32_t memory;  // of all warps' rings
   // The tile that is asked for next, and of it where the lane's row lies.
   int next, in_block;
   int64_t offset;
 
   __device__ __forceinline__ uint32_t keys(int stage) const {
-    return memory + (stage * (k_slices + (a.is_both ? 0 : v_slices)) + warp) * S::kSliceBytes;
+    return memory + (stage * (a.is_both ? 1 : 2) * n_warps + warp) * S::kSliceBytes;
   }
   __device__ __forceinline__ uint32_t values(int stage) const {
-    return keys(stage) + (a.is_both ? 0 : k_slices * S::kSliceBytes);
+    return keys(stage) + (a.is_both ? 0 : n_warps * S::kSliceBytes);
   }
 
   __device__ __forceinline__ void look_up() {
@@ -293,9 +293,8 @@ struct Ring {
   __device__ __forceinline__ void produce(int stage) {
     if (next < work.end) {
       const int64_t row = in_block;
-      if (warp < k_slices) copy_tile(keys(stage), offset + row * (2 * a.d), a.d);
-      if (!a.is_both && warp < v_slices)
-        copy_tile(values(stage), offset + a.v_begin + row * (2 * a.dv), a.dv);
+      copy_tile(keys(stage), offset + row * (2 * a.d), a.d);
+      if (!a.is_both) copy_tile(values(stage), offset + a.v_begin + row * (2 * a.dv), a.dv);
       next += kRows;
       if (next < work.end) look_up();
     }
@@ -414,7 +413,7 @@ __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& share
     float score[2] = {0.0f, 0.0f}, alpha[2], above[2];
     const Place* const places = shared.places() + first;
 #pragma unroll(S::kBf16&& S::kSlice == 64 ? 2 : 4)
-    for (int slice = 0; slice < shared.n_slices; ++slice)
+    for (int slice = 0; slice < n_warps; ++slice)
 #pragma unroll
       for (int i = 0; i < 2; ++i) score[i] += shared.score(slice)[(first + i) * kScorePitch + lane];
 #pragma unroll
@@ -612,11 +611,11 @@ __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
     ring.produce(stage == 0 ? a.stages - 1 : stage - 1);
     const int row = first + lane;
     const bool is_visible = a.visible_stride == 0 || visible[min(row, work.end - 1)] != 0;
-    if (warp < ring.k_slices) queries.score(ring.keys(stage), shared.score(warp), lane);
+    queries.score(ring.keys(stage), shared.score(warp), lane);
     __syncthreads();
     weigh<kCareful>(a, shared, row, is_visible, warp, n_warps, lane);
     __syncthreads();
-    if (warp < ring.v_slices) sums.add(shared, ring.values(stage), lane);
+    sums.add(shared, ring.values(stage), lane);
     stage = stage == a.stages - 1 ? 0 : stage + 1;
   }
 }
@@ -643,23 +642,14 @@ __device__ __forceinline__ void add_up(const Arguments& a, const Work& work,
 
 template <typename S>
 __device__ __forceinline__ void attention(const Arguments& a) {
-  constexpr int kSlice = S::kSlice;
   extern __shared__ __align__(1024) uint8_t memory[];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, n_warps = blockDim.x / kWarp;
-  const int k_slices = (a.d + kSlice - 1) / kSlice, v_slices = (a.dv + kSlice - 1) / kSlice;
-  const int tile_slices = k_slices + (a.is_both ? 0 : v_slices);
   const Work work = work_of(a, S::kQueries);
-  const Shared<S> shared{memory, a.stages * tile_slices * S::kSliceBytes, k_slices};
-  Ring<S> ring{a,
-               work,
-               lane,
-               warp,
-               k_slices,
-               v_slices,
-               static_cast<uint32_t>(__cvta_generic_to_shared(memory)),
-               0,
-               0,
-               0};
+  const Shared<S> shared{memory, a.stages * (a.is_both ? 1 : 2) * n_warps * S::kSliceBytes,
+                         n_warps};
+  Ring<S> ring{a,    work,    lane,
+               warp, n_warps, static_cast<uint32_t>(__cvta_generic_to_shared(memory)),
+               0,    0,       0};
   ring.begin();
 #pragma unroll 1
   for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);

@@ -231,7 +231,7 @@ def main_loop(
         if word in CLASSES["shared"] or word == "LDGSTS":
             shared += trips * size
         if word == "LDGSTS":
-            asked += size
+            asked += size * (trips if isinstance(inner_trips, tuple) else 1)
         elif word == "LDG":
             run += size
         elif word == "BAR":

@@ -229,7 +229,7 @@ def attending_by_slices(
     plan = by_slices.plan(n_queries, d, dv, fmt)
     assert plan is not None
     copies, turns = plan.slice_dims // 32, -(-plan.queries // (2 * plan.warps))
-    shares = -(-d // plan.slice_dims) // (2 if fmt == "bf16" and plan.slice_dims == 64 else 4)
+    shares = plan.warps // (2 if fmt == "bf16" and plan.slice_dims == 64 else 4)
     return DeviceVariant(
         f"attention {fmt} d {d}{'' if dv else ' X'} {plan.queries} queries by slices",
         "attention",

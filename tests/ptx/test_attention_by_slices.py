@@ -149,19 +149,6 @@ def test_offsets_beyond_32_bits(launcher: Launcher, fmt: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(run(near, 1), expected, strict=True))
 
 
-def test_v_rows_that_begin_beyond_32_bits(launcher: Launcher) -> None:
-    """The longest block: its K rows alone have 2^31 bytes."""
-    near = make_case(n_rows=[18], n_kv=1, d=1024, dv=8, fmt="bf16", block_rows=32, gap_bytes=0)
-    expected = check(launcher, near)
-    size, rows = near.buffer.numel() // (1024 + 8), 1 << 20
-    k, v = near.buffer.split([size * 1024, size * 8])
-    v_begin = rows * (size // 32) * 1024
-    whole = moved(torch.cat([v, v.new_zeros((rows - 32) * (size // 32) * 8)]), v_begin)
-    whole[: k.numel()] = k
-    near.buffer, near.block_rows = whole, rows
-    assert all(torch.equal(*pair) for pair in zip(run(near, 1), expected, strict=True))
-
-
 def test_blocks_that_end_beyond_the_buffer_would_be_a_fault(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,11 +81,10 @@ def _fitting(shared_bytes: int) -> int:
 
 
 def _shared_bytes(stages: int, queries: int, d: int, dv: int, fmt: str, slice_dims: int) -> int:
-    k_slices, v_slices = -(-d // slice_dims), -(-dv // slice_dims)
-    parts = 3 if fmt == "bf16" else 2
-    rings = stages * (k_slices + v_slices) * TILE_ROWS * slice_dims * 2
-    known = queries * (k_slices * _SCORE_BYTES + parts * _WEIGHT_BYTES + _STATE_BYTES)
-    pieces = max(k_slices, v_slices) * (slice_dims // 16) * (queries // 8)
+    warps, parts = -(-max(d, dv) // slice_dims), 3 if fmt == "bf16" else 2
+    rings = stages * (2 if dv else 1) * warps * TILE_ROWS * slice_dims * 2
+    known = queries * (warps * _SCORE_BYTES + parts * _WEIGHT_BYTES + _STATE_BYTES)
+    pieces = warps * (slice_dims // 16) * (queries // 8)
     return rings + known + _FLAG_BYTES + (parts - _PARTS_HELD) * pieces * _PART_BYTES
 
 
