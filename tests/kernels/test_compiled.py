@@ -138,6 +138,38 @@ def test_loops_of_machine_code() -> None:
     assert inner["by_class"] == {"integer": 1, "shared": 1, "tensor": 1}
 
 
+def test_loops_within_loops() -> None:
+    """Each has as many trips as it is said to have, in each iteration of the one that holds it;
+    what a branch passes over counts if it is such a loop."""
+    nested = """
+.L_x_0:
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0010*/                   HMMA.16816.F32 R4, R8, R2, RZ ;
+        /*0020*/               @P3 BRA `(.L_x_3) ;
+.L_x_1:
+        /*0030*/                   FADD R1, R2, R3 ;
+.L_x_2:
+        /*0040*/                   LDS R4, [R5] ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+        /*0060*/               @P2 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0070*/               @P3 BRA `(.L_x_4) ;
+        /*0080*/                   MUFU.EX2 R4, R5 ;
+.L_x_4:
+        /*0090*/               @P0 BRA `(.L_x_0) ;
+"""
+    found = main_loop(nested, (3, 2), 32, has_ring=True)
+    assert found["by_class"] == {
+        "float": 3,
+        "global": 1,
+        "integer": 1 + 3 * (2 + 1) + 2,
+        "shared": 3 * 2,
+        "tensor": 1,
+    }
+    assert found["shared_moved_bytes"] == 32 * (16 + 3 * 2 * 4)
+    assert main_loop(nested, 0, 32, has_ring=True)["instructions"] == 5
+
+
 def test_loops_of_rings() -> None:
     """What is loaded ahead and multiplied, without what only some iterations do."""
     found = main_loop(RING, 0, 64, has_ring=True)
