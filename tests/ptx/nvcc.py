@@ -118,7 +118,8 @@ def run(program: Executable, kernel: str, blocks: int, args: Sequence[Argument])
         if isinstance(value, torch.Tensor):
             assert value.is_contiguous()
             data = value.view(torch.uint8).reshape(-1).numpy()
-            base = memory.add(f"argument {i}", data, is_output=i in outputs, is_counter=i == counter)
+            kinds = {"is_output": i in outputs, "is_counter": i == counter}
+            base = memory.add(f"argument {i}", data, **kinds)
             parameters[parameter] = np.array(base, dtype=np.uint64)
         else:
             kind = np.int64 if isinstance(value, ctypes.c_int64) else np.uint32

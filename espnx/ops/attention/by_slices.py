@@ -1,4 +1,4 @@
-"""``csrc/cuda/attention.cu``: which rows and queries it has a kernel for, how a block of it lies on a
+"""``csrc/cuda/attention.cu``: which rows and queries it has a kernel for, how its blocks lie on a
 multiprocessor, and its launch."""
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ TILE_ROWS = 32
 _RESIDENT_WARPS = {64: 16, 96: 12, 128: 8}
 _STAGES = (4, 3, 2)
 _SHARED_BYTES, _SYSTEM_BYTES = 227 * 1024, 1024  # of a multiprocessor, and of each of its blocks
-#: As in the source: bytes of a query's scores of a tile and weights of one part, sums and what is
-#: known of it; flags and the block's work; of a part of 8 queries that registers do not hold, 16 values of each.
+#: As in the source: bytes of a query's scores of a tile, of its weights of one part, and of its
+#: sums and what is known of it; of flags and the block's work; of 16 values of 8 queries' part that
+#: registers do not hold.
 _SCORE_BYTES, _WEIGHT_BYTES, _STATE_BYTES, _FLAG_BYTES = 36 * 4, 80, 32 * 4 + 32, 96
 _PART_BYTES = 8 * 32
 _PARTS_HELD = 2
@@ -55,7 +56,7 @@ def plan(n_queries: int, d: int, dv: int, fmt: str) -> Plan | None:
     widest = max(d, dv)
     if fmt not in FORMATS or not DIM_MIN <= widest <= DIM_MAX:
         return None
-    queries, slice_dims = 8 if n_queries <= 8 else 16, _slice_dims(widest)
+    queries, slice_dims = 8 if n_queries <= 8 else 16, _slice_dims(widest, n_queries)
     warps = -(-widest // slice_dims)
     sizes = {n: _shared_bytes(n, queries, d, dv, fmt, slice_dims) for n in _STAGES}
     resident = min(_RESIDENT_WARPS[slice_dims] // warps, _fitting(sizes[min(_STAGES)]))
@@ -66,13 +67,14 @@ def plan(n_queries: int, d: int, dv: int, fmt: str) -> Plan | None:
     return Plan(name, queries, slice_dims, warps, stages, sizes[stages], resident)
 
 
-def _slice_dims(widest: int) -> int:
+def _slice_dims(widest: int, n_queries: int) -> int:
     """Values of a row that a warp has: few of them, so that many warps hide each other's waits;
-    more where that lets two blocks fit (9 warps of 64 would leave room for one), and in the longest
-    rows, so that fewer warps exchange scores."""
+    more where that lets two blocks fit (9 warps of 64 would leave room for one), and where fewer
+    warps have less to exchange, which many queries make much of."""
     if 512 < widest <= 576:
         return 96
-    return 64 if widest <= 768 else 128
+    exchanges_less = widest > 768 or (192 < widest <= 256 and n_queries > 8)
+    return 128 if exchanges_less else 64
 
 
 def _fitting(shared_bytes: int) -> int:
@@ -131,8 +133,8 @@ def launch(
     soft_cap: float = 0.0,
     has_slopes: bool = False,
 ) -> None:
-    """Fills ``o`` ``[n_splits, n_heads, n_queries, dv]`` and ``lse``: all on one device, checked and
-    contiguous.
+    """Fills ``o`` ``[n_splits, n_heads, n_queries, dv]`` and ``lse``: all on one device, checked
+    and contiguous.
 
     Args:
         tables: blocks' offsets, numbers of rows, visible rows, last positions, positions and slopes
@@ -144,11 +146,7 @@ def launch(
     is_both = sizes.dv == 0
     flags = is_both | has_last << 1 | has_slopes << 2
     caps = struct.unpack("<2I", struct.pack("<2f", soft_cap, 1.0 / soft_cap if soft_cap else 0.0))
-    wide = (
-        sizes.n_blocks,
-        visible_stride,
-        0 if is_both else 2 * sizes.block_rows * sizes.d,
-    )
+    wide = (sizes.n_blocks, visible_stride, 0 if is_both else 2 * sizes.block_rows * sizes.d)
     words = (
         sizes.n_heads,
         sizes.n_kv,
