@@ -92,9 +92,11 @@ def test_like_the_table(variant: Variant, capability: int) -> None:
         row for row in stored() if (row["variant"], row["sm"]) == (variant.name, capability)
     )
     assert found == expected, "python -m tests.kernels.table writes the table anew"
-    assert found["shared_bytes"] <= SHARED_BYTES_MAX[capability]
     if variant in DEVICE_VARIANTS:
+        # launchers ask a device how much it has, and have other kernels where that is too little
+        assert found["shared_bytes"] <= SHARED_BYTES_MAX[max(CAPABILITIES)]
         return
+    assert found["shared_bytes"] <= SHARED_BYTES_MAX[capability]
     ptx = variant.compile(capability).asm["ptx"]
     if variant.name.startswith("attention fp32"):
         # Three products of parts, or it would be rounded to TF32.

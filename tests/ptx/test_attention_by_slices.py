@@ -200,3 +200,11 @@ def test_plans() -> None:
                 assert dv or under_way >= 32 * 1024
     for fmt in by_slices.FORMATS:
         assert [plan(16, d, 0, fmt)[-1] for d in (256, 576, 1024)] == [4, 2, 1]  # type: ignore[index]
+
+
+def test_plans_for_less_shared_memory() -> None:
+    """As an A100 has: fewer stages, fewer blocks, or none."""
+    less = 164 * 1024
+    assert plan(16, 576, 0, "fp16", less)[-3:] == (3, 129632, 1)  # type: ignore[index]
+    assert plan(16, 1024, 0, "fp16", less)[-3:] == (2, 154720, 1)  # type: ignore[index]
+    assert plan(16, 1024, 0, "bf16", less) is None

@@ -19,7 +19,8 @@ TILE_ROWS = 32
 #: Warps that a multiprocessor's registers hold, by how many values of a row each has.
 _RESIDENT_WARPS = {64: 16, 96: 12, 128: 8}
 _STAGES = (4, 3, 2)
-_SHARED_BYTES, _SYSTEM_BYTES = 227 * 1024, 1024  # of a multiprocessor, and of each of its blocks
+#: Of a multiprocessor of an H100 or H200, and of each of its blocks and once more the system's.
+_SHARED_BYTES, _SYSTEM_BYTES = 228 * 1024, 1024
 #: As in the source: bytes of a query's scores of a tile, of its weights of one part, and of its
 #: sums and what is known of it; of flags and the block's work; of 16 values of 8 queries' part that
 #: registers do not hold.
@@ -50,19 +51,26 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(n_queries: int, d: int, dv: int, fmt: str) -> Plan | None:
+def plan(
+    n_queries: int, d: int, dv: int, fmt: str, shared_bytes: int = _SHARED_BYTES
+) -> Plan | None:
     """How rows of these lengths are attended to, ``dv = 0``: rows that are K and V at once; None:
-    by no kernel of these."""
+    by no kernel of these.
+
+    Args:
+        shared_bytes: shared memory of a multiprocessor.
+    """
     widest = max(d, dv)
     if fmt not in FORMATS or not DIM_MIN <= widest <= DIM_MAX:
         return None
     queries, slice_dims = 8 if n_queries <= 8 else 16, _slice_dims(widest, n_queries)
     warps = -(-widest // slice_dims)
     sizes = {n: _shared_bytes(n, queries, d, dv, fmt, slice_dims) for n in _STAGES}
-    resident = min(_RESIDENT_WARPS[slice_dims] // warps, _fitting(sizes[min(_STAGES)]))
+    fitting = {n: (shared_bytes - _SYSTEM_BYTES) // (sizes[n] + _SYSTEM_BYTES) for n in _STAGES}
+    resident = min(_RESIDENT_WARPS[slice_dims] // warps, fitting[min(_STAGES)])
     if resident == 0:
         return None
-    stages = next(n for n in _STAGES if _fitting(sizes[n]) >= resident)
+    stages = next(n for n in _STAGES if fitting[n] >= resident)
     name = f"espnx_attention_{fmt}_{queries}_{slice_dims}"
     return Plan(name, queries, slice_dims, warps, stages, sizes[stages], resident)
 
@@ -75,11 +83,6 @@ def _slice_dims(widest: int, n_queries: int) -> int:
         return 96
     exchanges_less = widest > 768 or (192 < widest <= 256 and n_queries > 8)
     return 128 if exchanges_less else 64
-
-
-def _fitting(shared_bytes: int) -> int:
-    """Blocks that shared memory has room for."""
-    return _SHARED_BYTES // (shared_bytes + _SYSTEM_BYTES)
 
 
 def _shared_bytes(stages: int, queries: int, d: int, dv: int, fmt: str, slice_dims: int) -> int:
@@ -95,11 +98,19 @@ def compiled_plan(
 ) -> Plan | None:
     """`plan`, where its kernel can be launched on a device for blocks at multiples of so many
     bytes."""
-    found = plan(n_queries, d, dv, fmt) if align_bytes % ALIGNMENT_BYTES == 0 else None
+    if fmt not in FORMATS or align_bytes % ALIGNMENT_BYTES:
+        return None
+    found = plan(n_queries, d, dv, fmt, _shared_bytes_of(device))
     if found is None:
         return None
     is_there = device_code.is_there("attention", found.kernel, device, found.shared_bytes)
     return found if is_there else None
+
+
+def _shared_bytes_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 class Sizes(NamedTuple):
