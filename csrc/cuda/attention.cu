@@ -236,7 +236,7 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int n_queries) {
   work.sequence = work.head / a.n_kv;
   work.n_rows = int(a.count[work.sequence]);
   work.begin = int(min(int64_t(work.split) * a.split_rows, int64_t(work.n_rows)));
-  work.end = min(work.begin + a.split_rows, work.n_rows);
+  work.end = int(min(int64_t(work.begin) + a.split_rows, int64_t(work.n_rows)));
   return work;
 }
 
