@@ -239,8 +239,8 @@ def attention_triton(
     n_splits: int | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`espnx.ops.attention` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter.
-    ``threads`` has no meaning here."""
+    """`espnx.ops.attention` by Triton or ``csrc/cuda``: CUDA tensors, or CPU tensors in Triton's
+    interpreter. ``threads`` has no meaning here."""
     check_arguments(query, buffer, block_offset_bytes, n_rows, visible, last_position)
     _check_rules(rules, query)
     d = query.shape[-1]
