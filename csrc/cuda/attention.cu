@@ -2,7 +2,7 @@
 // once (latent rows, X rows), and K and V rows. kernels/attention.py says what the arguments mean.
 //
 // o[i] = sum over the rows r that query i sees of softmax_r(<query[i], k_r>) v_r, and lse, the
-// logarithm of its denominator; 8, 16 or 32 queries of a head over one part of its rows a block.
+// logarithm of its denominator; 8 or 16 queries of a head over one part of its rows a block.
 //
 // Each warp has 64, 96 or 128 values of all rows: it copies them into a ring of its own in shared
 // memory, 32 rows a tile, asynchronously; holds those of the queries in registers, in the parts
@@ -22,8 +22,8 @@
 
 namespace {
 
-constexpr int kWarp = 32, kRows = 32;  // rows of a tile: one a lane
-constexpr int kTiles = kRows / 16, kWarps = 16;
+constexpr int kWarp = 32, kRows = 32;            // rows of a tile: one a lane
+constexpr int kTiles = kRows / 16, kWarps = 16;  // of a block at most
 // Between two queries' scores, in floats, and weights, in bytes: so that stores of scores and loads
 // of weights are each in different banks.
 constexpr int kScorePitch = kRows + 4, kWeightPitch = kRows * 2 + 16;
