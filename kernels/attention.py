@@ -24,7 +24,7 @@ costs its inner loop nothing.
 
 One program takes BLOCK_Q queries of one head over one of n_splits parts of its rows, in tiles of
 BLOCK_T. The parts are merged afterwards. Addresses are 64 bits wide. Rows of more than 256 values
-are for ``wide_attention.py``.
+are for ``wide_attention.py``, long ones of 16 bits for ``csrc/cuda/attention.cu`` if compiled.
 """
 
 import triton

@@ -1,5 +1,5 @@
 """Attention over rows of more than 256 values in place: latent rows and X rows, which are K and V
-at once, and K and V rows of such a length.
+at once, and K and V rows of such a length; of 16 bits, where ``csrc/cuda`` is not compiled.
 
 Arguments, results and parts as in ``attention.py``. A row's values do not fit beside one another in
 a program's registers: scores are summed over BLOCK_K values of K at a time, with the query's values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import subprocess
 import tempfile
@@ -28,6 +30,7 @@ CLASSES = {
 }
 #: By an instruction's first word: copies that are asked for ahead, and products.
 AHEAD = ("LDGSTS",)
+TOGETHER = ("REDUX", "CREDUX")
 _OF = {word: name for name, words in CLASSES.items() for word in words}
 
 
@@ -166,22 +169,30 @@ def _loop_of(code: list[tuple[str, str]], loops: list[Loop], *, has_inner: bool)
     return max(fitting, key=lambda loop: (brought(loop), -loop.begin))
 
 
-def _ring_loop(assembly: Assembly) -> tuple[Loop, set[int]]:
-    """The shortest loop that copies ahead and multiplies, and what of it is rare: what branches
-    pass over that holds neither."""
+def _ring_loop(assembly: Assembly, *, counts_loops: bool) -> tuple[Loop, set[int]]:
+    """Of the innermost loops that copy ahead and multiply the one that multiplies most, or the
+    shorter one; and what of it is rare: what branches pass over that holds neither, nor asks all
+    lanes, nor is a loop of those that count."""
     words = (AHEAD, CLASSES["tensor"])
+    both = [
+        each
+        for each in assembly.loops
+        if all(assembly.holds(each.begin, each.end + 1, some) for some in words)
+    ]
+    products = [opcode.split(".")[0] in words[1] for opcode, _ in assembly.code]
     loop = min(
-        (
-            each
-            for each in assembly.loops
-            if all(assembly.holds(each.begin, each.end + 1, some) for some in words)
-        ),
-        key=lambda each: each.end - each.begin,
+        (each for each in both if not any(each.holds(other) for other in both)),
+        key=lambda each: (-sum(products[each.begin : each.end + 1]), each.end - each.begin),
     )
+    counting = [each for each in assembly.loops if counts_loops and loop.holds(each)]
+    common = (*words[0], *words[1], *TOGETHER)
     at, rare = loop.begin, set[int]()
     while at <= loop.end:
         target = assembly.targets.get(at, 0)
-        if at < target <= loop.end and not assembly.holds(at, target, (*words[0], *words[1])):
+        is_common = assembly.holds(at, target, common) or any(
+            at < each.begin < target for each in counting
+        )
+        if at < target <= loop.end and not is_common:
             rare.update(range(at + 1, target))
             at = target
         else:
@@ -190,26 +201,27 @@ def _ring_loop(assembly: Assembly) -> tuple[Loop, set[int]]:
 
 
 def main_loop(
-    text: str, inner_trips: int, threads: int, *, has_ring: bool = False
+    text: str, inner_trips: int | tuple[int, ...], threads: int, *, has_ring: bool = False
 ) -> dict[str, Any]:
     """Instructions that a warp issues in one iteration, by class, and its FLOP on tensor cores;
     bytes that a block moves through shared memory in it, and that it has asked of global memory
-    when it waits for them. ``has_ring``: warps with a ring of tiles, and what they do at a
-    document's end alone, which does not count."""
+    when it waits for them. ``inner_trips``: of every loop within, or of each in the order of their
+    beginnings, for an iteration of the one that holds it. ``has_ring``: warps with a ring of tiles,
+    and what they do at a document's end alone, which does not count."""
     assembly = parse(text)
     code, loops, _ = assembly
     rare = set[int]()
     if has_ring:
-        loop, rare = _ring_loop(assembly)
+        loop, rare = _ring_loop(assembly, counts_loops=isinstance(inner_trips, tuple))
     else:
-        loop = _loop_of(code, loops, has_inner=inner_trips > 0)
-    inner = [other for other in loops if loop.holds(other)] if inner_trips else []
+        loop = _loop_of(code, loops, has_inner=inner_trips != 0)
+    inner = sorted(other for other in loops if loop.holds(other)) if inner_trips else []
     counts: Counter[str] = Counter()
     shared = waiting = asked = run = mma = wgmma = 0
     for i, (opcode, operands) in enumerate(code[loop.begin : loop.end + 1], loop.begin):
         if i in rare:
             continue
-        trips = inner_trips if any(other.begin <= i <= other.end for other in inner) else 1
+        trips = _trips(inner, inner_trips, i)
         word = opcode.split(".")[0]
         counts[_OF.get(word, "integer")] += trips
         by_mma, by_wgmma = mma_flop(opcode)
@@ -219,7 +231,7 @@ def main_loop(
         if word in CLASSES["shared"] or word == "LDGSTS":
             shared += trips * size
         if word == "LDGSTS":
-            asked += size
+            asked += size * (trips if isinstance(inner_trips, tuple) else 1)
         elif word == "LDG":
             run += size
         elif word == "BAR":
@@ -234,6 +246,14 @@ def main_loop(
     }
 
 
+def _trips(inner: list[Loop], trips: int | tuple[int, ...], at: int) -> int:
+    """How often an instruction runs in an iteration of the main loop."""
+    holding = [each.begin <= at <= each.end for each in inner]
+    if isinstance(trips, tuple):
+        return math.prod(itertools.compress(trips, holding))
+    return trips if any(holding) else 1
+
+
 def analysed(variant: Any, capability: int) -> dict[str, Any]:
     """A row of the table."""
     kernel = variant.compile(capability)
@@ -241,7 +261,7 @@ def analysed(variant: Any, capability: int) -> dict[str, Any]:
     text = tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
     if entry := getattr(kernel, "entry", ""):
         text = of_kernel(text, entry)
-    has_ring = variant.tiles_ahead > 1
+    has_ring = variant.tiles_ahead > 1 or isinstance(variant.inner_trips, tuple)
     loop = main_loop(text, variant.inner_trips, found["threads"], has_ring=has_ring)
     return {
         "variant": variant.name,

@@ -24,6 +24,7 @@ SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 #: Variants that are to meet the bar and do not; docs/measured/kernels.md says by how much, and why.
 MISSED_ON = {
     "attention bf16 d 64 16 queries": {"H200"},
+    **{f"attention bf16 d {d} X 16 queries by slices": {"H200"} for d in (256, 576, 1024)},
     "maxsim bit1 d 128 32 query tokens": {"H100", "H200"},
     "maxsim fp32 d 128 32 query tokens": {"H100", "H200"},
     "maxsim bit1 d 128 by warps": {"H100", "H200"},
@@ -91,9 +92,11 @@ def test_like_the_table(variant: Variant, capability: int) -> None:
         row for row in stored() if (row["variant"], row["sm"]) == (variant.name, capability)
     )
     assert found == expected, "python -m tests.kernels.table writes the table anew"
-    assert found["shared_bytes"] <= SHARED_BYTES_MAX[capability]
     if variant in DEVICE_VARIANTS:
+        # launchers ask a device how much it has, and have other kernels where that is too little
+        assert found["shared_bytes"] <= SHARED_BYTES_MAX[max(CAPABILITIES)]
         return
+    assert found["shared_bytes"] <= SHARED_BYTES_MAX[capability]
     ptx = variant.compile(capability).asm["ptx"]
     if variant.name.startswith("attention fp32"):
         # Three products of parts, or it would be rounded to TF32.
@@ -136,6 +139,38 @@ def test_loops_of_machine_code() -> None:
     assert found["in_flight_bytes"] == 64 * 16
     inner = main_loop(LOOPS, 0, 64)
     assert inner["by_class"] == {"integer": 1, "shared": 1, "tensor": 1}
+
+
+def test_loops_within_loops() -> None:
+    """Each has as many trips as it is said to have, in each iteration of the one that holds it;
+    what a branch passes over counts if it is such a loop."""
+    nested = """
+.L_x_0:
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0010*/                   HMMA.16816.F32 R4, R8, R2, RZ ;
+        /*0020*/               @P3 BRA `(.L_x_3) ;
+.L_x_1:
+        /*0030*/                   FADD R1, R2, R3 ;
+.L_x_2:
+        /*0040*/                   LDS R4, [R5] ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+        /*0060*/               @P2 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0070*/               @P3 BRA `(.L_x_4) ;
+        /*0080*/                   MUFU.EX2 R4, R5 ;
+.L_x_4:
+        /*0090*/               @P0 BRA `(.L_x_0) ;
+"""
+    found = main_loop(nested, (3, 2), 32, has_ring=True)
+    assert found["by_class"] == {
+        "float": 3,
+        "global": 1,
+        "integer": 1 + 3 * (2 + 1) + 2,
+        "shared": 3 * 2,
+        "tensor": 1,
+    }
+    assert found["shared_moved_bytes"] == 32 * (16 + 3 * 2 * 4)
+    assert main_loop(nested, 0, 32, has_ring=True)["instructions"] == 5
 
 
 def test_loops_of_rings() -> None:

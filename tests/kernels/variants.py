@@ -20,6 +20,7 @@ from espnx.kernels.maxsim import maxsim_kernel
 from espnx.kernels.turned_attention import turned_attention_kernel
 from espnx.kernels.wide_attention import wide_attention_kernel
 from espnx.ops import token_format
+from espnx.ops.attention import by_slices
 from espnx.ops.attention import cuda as attention
 from espnx.ops.attention.checks import ROW_FORMATS
 from espnx.ops.crc32c.cuda import LANES, SHARED_BYTES, THREADS, WARPS
@@ -62,8 +63,8 @@ class Variant:
     Attributes:
         name: in the table.
         tile_bytes: of rows (or ranges) that one iteration of its main loop reads.
-        inner_trips: how often a loop within the main loop runs, in each of its iterations; 0: there
-            is none.
+        inner_trips: how often a loop within the main loop runs, in each of its iterations, or each
+            of several in their order; 0: there is none.
         has_bar: it has to compute well ahead of memory (`bounds.RATE_MIN`).
         tiles_ahead: under way while one is multiplied.
     """
@@ -104,7 +105,7 @@ class DeviceVariant:
     threads: int
     tile_bytes: int
     shared_bytes: int = 0
-    inner_trips: int = 0
+    inner_trips: int | tuple[int, ...] = 0
     has_bar: bool = True
     tiles_ahead: int = 1
 
@@ -221,6 +222,29 @@ def scoring_by_warps(fmt: str, d: int) -> DeviceVariant:
     )
 
 
+def attending_by_slices(
+    fmt: str, d: int, dv: int = 0, n_queries: int = 16, *, has_bar: bool = True
+) -> DeviceVariant:
+    """A kernel of attention in csrc/cuda; ``dv`` 0: rows that are K and V at once. Its inner loops
+    copy pieces of rows of K and, where they are apart, of V, of 8 rows in so many turns; take two
+    queries at a time; and for these the shares of four warps, or of two where registers are few."""
+    plan = by_slices.plan(n_queries, d, dv, fmt)
+    assert plan is not None
+    copies, turns = plan.slice_dims // 32, -(-plan.queries // (2 * plan.warps))
+    shares = plan.warps // (2 if fmt == "bf16" and plan.slice_dims == 64 else 4)
+    return DeviceVariant(
+        f"attention {fmt} d {d}{'' if dv else ' X'} {plan.queries} queries by slices",
+        "attention",
+        plan.kernel,
+        32 * plan.warps,
+        by_slices.TILE_ROWS * (d + dv) * 2,
+        plan.shared_bytes,
+        (copies, copies if dv else 0, turns, shares),
+        has_bar,
+        tiles_ahead=plan.stages - 1,
+    )
+
+
 def summing(*, words: bool) -> Variant:
     """A variant of CRC32C."""
     return Variant(
@@ -247,6 +271,8 @@ DEVICE_VARIANTS = (
         "crc32c by warps", "crc32c", "espnx_crc32c", THREADS, THREADS * 2 * 16, SHARED_BYTES
     ),
     *(scoring_by_warps(fmt, d) for fmt, d in by_warps.RINGS),
+    *(attending_by_slices(fmt, d) for fmt in by_slices.FORMATS for d in (256, 576, 1024)),
+    *(attending_by_slices(fmt, 256, 256, 8) for fmt in by_slices.FORMATS),
 )
 #: Compiled by the tests, too.
 TESTED = (

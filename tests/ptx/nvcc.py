@@ -28,8 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc" / "cuda"
 KEPT = ROOT / ".cache" / "nvcc"
 ABSENT = "nvcc is not installed: csrc/cuda is not compiled here"
-#: By kernel, the number of the argument that it writes.
-OUTPUT = {"espnx_gather": 3, "espnx_crc32c": 4, "espnx_maxsim": 4}
+#: By kernel, the numbers of the arguments that it writes.
+OUTPUTS = {
+    "espnx_gather": (3,),
+    "espnx_crc32c": (4,),
+    "espnx_maxsim": (4,),
+    "espnx_attention": (8, 9),
+}
 #: The number of the argument that its blocks count with; zeros before and after.
 COUNTER = {"espnx_maxsim": 5}
 
@@ -109,13 +114,14 @@ class Launcher:
 def run(program: Executable, kernel: str, blocks: int, args: Sequence[Argument]) -> int:
     """Runs a kernel on tensors in place; the number of instructions that its blocks took."""
     memory, parameters = GlobalMemory(), {}
-    output = next(number for name, number in OUTPUT.items() if kernel.startswith(name))
+    outputs = next(numbers for name, numbers in OUTPUTS.items() if kernel.startswith(name))
     counter = next((number for name, number in COUNTER.items() if kernel.startswith(name)), -1)
     for i, (parameter, value) in enumerate(zip(program.program.parameters, args, strict=True)):
         if isinstance(value, torch.Tensor):
             assert value.is_contiguous()
             data = value.view(torch.uint8).reshape(-1).numpy()
-            base = memory.add(f"argument {i}", data, is_output=i == output, is_counter=i == counter)
+            kinds = {"is_output": i in outputs, "is_counter": i == counter}
+            base = memory.add(f"argument {i}", data, **kinds)
             parameters[parameter] = np.array(base, dtype=np.uint64)
         else:
             kind = np.int64 if isinstance(value, ctypes.c_int64) else np.uint32

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from espnx.ops import crc32c_ranges_reference, maxsim_reference
+from espnx.ops.attention import by_slices
 from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
 from espnx.ops.gather import gather_reference
 from espnx.ops.gather.cuda import gather_cuda
@@ -143,6 +144,23 @@ def scores_by_warps(fmt: str) -> None:
         assert torch.allclose(found, expected, rtol=1e-5, equal_nan=True)
 
 
+def attends_by_slices() -> None:
+    """X rows of three warps in two tiles, from rings of 2, 3 and 4 stages; the last query alone
+    sees an infinity in the last row, which ends where the buffer does."""
+    case = causal(
+        make_case(n_rows=[40], q_len=2, n_kv=1, d=136, dv=0, gap_bytes=0, block_rows=8, seed=6)
+    )
+    assert case.table.argmax() == 4
+    case.buffer.view(torch.float16)[5 - 136] = torch.inf
+    case.query[..., 5] = 0.5
+    for stages in (2, 3, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(by_slices, "_STAGES", (stages,))
+            by_slices.plan.cache_clear()
+            assert_close(case, run(case, 1), **PRECISION)
+    by_slices.plan.cache_clear()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "maxsim fp16": lambda: scores("fp16", 1, 24),
     "maxsim bf16": lambda: scores("bf16", 1, 24),
@@ -167,6 +185,7 @@ DEVICE_PROGRAMS: dict[str, Callable[[], None]] = {
     "maxsim bf16 by warps": lambda: scores_by_warps("bf16"),
     "maxsim int8 by warps": lambda: scores_by_warps("int8"),
     "maxsim residual2 by warps": lambda: scores_by_warps("residual2"),
+    "attention by slices": attends_by_slices,
 }
 #: The file of csrc/cuda, the kernel where it has several, and how many barriers and waits. Masks of
 #: MaxSim's copies spare the memory reads of the document's first row, in place of rows that are not
@@ -177,6 +196,7 @@ DEVICE_CODE = {
     "maxsim bf16 by warps": ("maxsim", "espnx_maxsim_bf16_64", 3),
     "maxsim int8 by warps": ("maxsim", "espnx_maxsim_int8_64", 2),
     "maxsim residual2 by warps": ("maxsim_residual", "espnx_maxsim_residual2_64", 4),
+    "attention by slices": ("attention", "espnx_attention_fp16_8_64", 17),
 }
 #: Of each program's barriers, waits and masks, by their order, those of which none is missed: no
 #: result changes and no rule of the executor is broken without one. Why has not been worked out.

@@ -1,7 +1,11 @@
-"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py`` (for
-rows of more than 256 values ``kernels/wide_attention.py``, for few queries
-``kernels/turned_attention.py`` or, of int8 rows, ``kernels/int8_attention.py``), and merges the
-parts (``kernels/attention_merge.py``)."""
+"""The CUDA version of the attention op: checks, allocates, launches a kernel, and merges the parts
+(``kernels/attention_merge.py``).
+
+Long rows of 16 bits are for ``csrc/cuda/attention.cu`` where it is compiled (`by_slices`). Others
+are for ``kernels/attention.py``; those of more than 256 values for ``kernels/wide_attention.py``,
+and those of few queries for ``kernels/turned_attention.py`` or, of int8 rows,
+``kernels/int8_attention.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import torch
 
 from ...errors import InvalidInputError
 from .._native import load_kernel
+from . import by_slices
 from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, check_rows
 
 DIM_MAX = 1024  # a program holds the sums of whole rows
@@ -234,8 +239,8 @@ def attention_triton(
     n_splits: int | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`espnx.ops.attention` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter.
-    ``threads`` has no meaning here."""
+    """`espnx.ops.attention` by Triton or ``csrc/cuda``: CUDA tensors, or CPU tensors in Triton's
+    interpreter. ``threads`` has no meaning here."""
     check_arguments(query, buffer, block_offset_bytes, n_rows, visible, last_position)
     _check_rules(rules, query)
     d = query.shape[-1]
@@ -295,18 +300,73 @@ def attention_inside_triton(
     batch, heads, q_len, d = query.shape
     n_kv, n_blocks = block_offset_bytes.shape[1:]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
-    turned = is_turned(n_queries, d, width, fmt, block_rows)
-    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
-    q_blocks = -(-n_queries // shape["BLOCK_Q"])
     if n_heads == 0 or n_queries == 0:
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
             query.shape[:3], dtype=torch.float32
         )
+    turned = is_turned(n_queries, d, width, fmt, block_rows)
+    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
+    plan = by_slices.compiled_plan(n_queries, d, dv, fmt, align_bytes, query.device)
+    block_queries, tile_rows = shape["BLOCK_Q"], shape["BLOCK_T"]
+    wanted = programs_wanted(d, width, fmt, turned=turned)
+    if plan is not None:
+        block_queries, tile_rows = plan.queries, by_slices.TILE_ROWS
+        wanted = _MULTIPROCESSORS * plan.resident
+    q_blocks = -(-n_queries // block_queries)
+    _check_grid(n_heads, n_queries, q_blocks, block_queries, rows_max)
+    splits = n_splits or max(min(wanted // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN), 1)
+    split_rows = -(-max(rows_max, 1) // splits // tile_rows) * tile_rows
+    results = splits, n_heads, n_queries
+    o = torch.empty((*results, width), dtype=torch.float32, device=query.device)
+    lse = torch.empty(results, dtype=torch.float32, device=query.device)
+    tables = _tables(block_offset_bytes, n_rows, visible, last_position, rules, query.device)
+    scaled = query.float() if scale == 1.0 else query.float() * scale
+    counts = (n_kv, n_queries, q_len, n_blocks, block_rows, split_rows)
+    stride, has_last = 0 if visible is None else visible.shape[1], last_position is not None
+    if plan is not None:
+        by_slices.launch(
+            plan,
+            by_slices.Sizes(n_heads, *counts, d, dv),
+            scaled.contiguous(),
+            buffer,
+            tables,
+            o,
+            lse,
+            visible_stride=stride,
+            has_last=has_last,
+            window=rules.window,
+            soft_cap=rules.soft_cap,
+            has_slopes=rules.slopes is not None,
+        )
+    else:
+        if turned and fmt == "int8":
+            scaled = scaled.unflatten(-1, (-1, 2)).transpose(-1, -2)
+        kernel = _kernel_for(d, width, fmt, turned=turned)
+        with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+            kernel[(n_heads, q_blocks, splits)](
+                *(scaled.contiguous(), buffer, *tables, o, lse),
+                *(*counts, stride, int(has_last), rules.window),
+                ALIGN_BYTES=align_bytes,
+                **_block_constants(d, width, fmt, block_rows, n_blocks, tile_rows, turned),
+                enable_fp_fusion=True,
+                **launch_options(n_queries, d, width, fmt, turned=turned),
+                **(turned_constants if turned else row_constants)(fmt, d, dv),
+                **rule_constants(rules),
+                **shape,
+            )
+    o, lse = _merged(o, lse)
+    return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
+
+
+def _check_grid(
+    n_heads: int, n_queries: int, q_blocks: int, block_queries: int, rows_max: int
+) -> None:
+    """Raises InvalidInputError for more than a grid has room for, and rows that are not counted."""
     if n_heads > _HEADS_MAX or q_blocks > 65535:
         raise InvalidInputError(
             "attention queries on CUDA",
             got=n_queries,
-            expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head",
+            expected=f"at most {65535 * block_queries} for a KV head",
         )
     if rows_max >= _ROWS_END:
         raise InvalidInputError(
@@ -315,43 +375,6 @@ def attention_inside_triton(
             expected=f"fewer than {_ROWS_END} of a sequence",
             fix="attend to its rows in parts, and merge their results",
         )
-    wanted = programs_wanted(d, width, fmt, turned=turned) // (n_heads * q_blocks)
-    splits = n_splits or max(min(wanted, rows_max // _SPLIT_ROWS_MIN), 1)
-    split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
-    results = splits, n_heads, n_queries
-    o = torch.empty((*results, width), dtype=torch.float32, device=query.device)
-    lse = torch.empty(results, dtype=torch.float32, device=query.device)
-    tables = _tables(block_offset_bytes, n_rows, visible, last_position, rules, query.device)
-    scaled = query.float() if scale == 1.0 else query.float() * scale
-    if turned and fmt == "int8":
-        scaled = scaled.unflatten(-1, (-1, 2)).transpose(-1, -2)
-    kernel = _kernel_for(d, width, fmt, turned=turned)
-    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        kernel[(n_heads, q_blocks, splits)](
-            scaled.contiguous(),
-            buffer,
-            *tables,
-            o,
-            lse,
-            n_kv,
-            n_queries,
-            q_len,
-            n_blocks,
-            block_rows,
-            split_rows,
-            0 if visible is None else visible.shape[1],
-            int(last_position is not None),
-            rules.window,
-            ALIGN_BYTES=align_bytes,
-            **_block_constants(d, width, fmt, block_rows, n_blocks, shape["BLOCK_T"], turned),
-            enable_fp_fusion=True,
-            **launch_options(n_queries, d, width, fmt, turned=turned),
-            **(turned_constants if turned else row_constants)(fmt, d, dv),
-            **rule_constants(rules),
-            **shape,
-        )
-    o, lse = _merged(o, lse)
-    return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
 
 
 def _kernel_for(d: int, dv: int, fmt: str, *, turned: bool) -> Any:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops.attention import cuda
+from espnx.ops.attention import block_bytes, cuda
 from espnx.ops.attention.cuda import (
     ScoreRules,
     _copied,
@@ -303,6 +303,28 @@ def test_whole_blocks_on_a_gpu(fmt: str, d: int, group: int) -> None:
     check_on_a_gpu(causal(make_case(n_rows=[300, 145], q_len=group, gap_bytes=4, **sizes)))
     if fmt != "int8":
         check_on_a_gpu(make_case(n_rows=[0, 1, 700], dv=0, group=group, gap_bytes=16, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize(("d", "dv"), [(256, 0), (576, 0), (1024, 0), (256, 256), (576, 512)])
+@pytest.mark.parametrize("group", [2, 16])
+def test_long_rows_on_a_gpu(fmt: str, d: int, dv: int, group: int) -> None:
+    """By csrc/cuda where it is compiled; with masks, and a value that is not finite."""
+    sizes: dict[str, Any] = {"d": d, "dv": dv, "fmt": fmt, "gap_bytes": 16}
+    check_on_a_gpu(make_case(n_rows=[0, 1, 33, 1300], n_kv=2, group=group, **sizes))
+    case = causal(make_case(n_rows=[2100, 145], n_kv=1, q_len=group, **sizes))
+    check_on_a_gpu(case)
+    case.visible = torch.ones(2, 2100, dtype=torch.uint8)
+    case.visible[0, :70:3] = 0
+    check_on_a_gpu(case)
+    size = block_bytes(16, d, dv, fmt)
+    block = case.buffer[case.table[0, 0, -1] :][:size]  # of row 2099, seen by the last query
+    v_rows = block.view(case_dtype(case))[-16 * (dv or d) :].view(16, -1)
+    v_rows[2099 % 16, 5] = torch.nan
+    o, _ = check_on_a_gpu(case)
+    assert o[0, 0, :-1].isfinite().all()
+    assert o[0, 0, -1, 5].isnan()
 
 
 @pytest.mark.gpu
