@@ -127,12 +127,13 @@ def attending(
     rules: attention.ScoreRules = attention.NO_RULES,
     rules_name: str = "",
     has_bar: bool = False,
+    block_rows: int = BLOCK_ROWS,
 ) -> Variant:
     """A variant of attention; ``dv`` 0: X rows."""
     dv = d if dv is None else dv
     width = dv or d
     is_wide = attention.is_wide(d, width)
-    turned = attention.is_turned(n_queries, d, width, fmt, BLOCK_ROWS)
+    turned = attention.is_turned(n_queries, d, width, fmt, block_rows)
     shape = attention.launch_shape(n_queries, d, width, fmt, turned=turned)
     row_bytes = (d + dv) * ROW_FORMATS[fmt].itemsize + (4 if fmt == "int8" else 0)
     return Variant(
@@ -144,12 +145,13 @@ def attending(
                 f"{shape['BLOCK_Q']} queries",
                 *((f"aligned to {align_bytes}",) if align_bytes < 16 else ()),
                 *((rules_name,) if rules_name else ()),
+                *((f"blocks of {block_rows}",) if block_rows != BLOCK_ROWS else ()),
             )
         ),
         _kernel(fmt, turned=turned, is_wide=is_wide),
         {
             "ALIGN_BYTES": align_bytes,
-            **({} if is_wide or turned else {"IN_BLOCK": fmt == "int8"}),
+            **attention.block_constants(d, width, fmt, block_rows, 2, shape["BLOCK_T"], turned),
             **(attention.turned_constants if turned else attention.row_constants)(fmt, d, dv),
             **attention.rule_constants(rules),
             **shape,

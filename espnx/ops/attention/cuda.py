@@ -20,6 +20,7 @@ _NARROW_DIM_MAX = 256  # and rows up to this length as they come
 #: Queries of a KV head for whom products are turned, by the format of rows.
 _TURNED_QUERIES_MAX = {"int8": 16, "fp16": 8, "bf16": 8}
 _TURNED_DIM_MAX = {"int8": _NARROW_DIM_MAX, "fp16": 128, "bf16": 128}
+_TURNED_BLOCKS_MAX = 8  # of which a tile of 16-bit rows has some: each is a load and a choice
 #: Warps, stages, programs on a multiprocessor and registers (0: as many as it takes) of turned
 #: products of 16 bits, by the longest row.
 _TURNED_16 = {64: (4, 5, 3, 168), 128: (4, 5, 2, 0)}
@@ -75,14 +76,29 @@ def turned_rows(d: int, dv: int) -> int:
     return 128 if widest <= 64 else 64 if widest <= 128 else 32
 
 
-def is_turned(n_queries: int, d: int, dv: int, fmt: str, block_rows: int) -> bool:
-    """Whether these rows are for ``kernels/turned_attention.py`` or ``kernels/int8_attention.py``:
-    their tiles are each of one block, whose scales int8 rows share."""
-    return (
-        max(d, dv) <= _TURNED_DIM_MAX.get(fmt, 0)
-        and n_queries <= _TURNED_QUERIES_MAX[fmt]
-        and block_rows % turned_rows(d, dv) == 0
-    )
+def tile_blocks(d: int, dv: int, block_rows: int, n_blocks: int) -> int:
+    """Of so many blocks a tile of `turned_rows` has rows at most.
+
+    Args:
+        n_blocks: of a sequence's head.
+    """
+    rows = turned_rows(d, dv)
+    if n_blocks == 1 or block_rows % rows == 0:
+        return 1
+    return rows // block_rows if rows % block_rows == 0 else (rows - 2) // block_rows + 2
+
+
+def is_turned(
+    n_queries: int, d: int, dv: int, fmt: str, block_rows: int, n_blocks: int = 2
+) -> bool:
+    """Whether these rows are for ``kernels/turned_attention.py``, or for
+    ``kernels/int8_attention.py``, whose tiles are each of one whole block: they share its
+    scales."""
+    if max(d, dv) > _TURNED_DIM_MAX.get(fmt, 0) or n_queries > _TURNED_QUERIES_MAX[fmt]:
+        return False
+    if fmt == "int8":
+        return block_rows % turned_rows(d, dv) == 0
+    return tile_blocks(d, dv, block_rows, n_blocks) <= _TURNED_BLOCKS_MAX
 
 
 def _turned_shape(n_queries: int, d: int, dv: int) -> dict[str, int]:
@@ -209,6 +225,20 @@ def turned_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
     return row_constants(fmt, d, dv)
 
 
+def block_constants(
+    d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, tile_rows: int, turned: bool
+) -> dict[str, Any]:
+    """What a kernel is told about the blocks that a tile's rows are of: whether it is one, whose
+    scales they share; of the turned kernels `tile_blocks`, and whether they are whole."""
+    if is_wide(d, dv) or (turned and fmt == "int8"):
+        return {}
+    if not turned:
+        return {"IN_BLOCK": fmt == "int8" and block_rows % (4 if n_blocks == 1 else tile_rows) == 0}
+    blocks = tile_blocks(d, dv, block_rows, n_blocks)
+    # How long other blocks are is no constant, or each length would make a variant.
+    return {"BLOCKS": blocks, "WHOLE": blocks > 1 and blocks * block_rows == tile_rows}
+
+
 def rule_constants(rules: ScoreRules) -> dict[str, Any]:
     """What the kernel is told about a model's scores."""
     return {
@@ -295,7 +325,7 @@ def attention_inside_triton(
     batch, heads, q_len, d = query.shape
     n_kv, n_blocks = block_offset_bytes.shape[1:]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
-    turned = is_turned(n_queries, d, width, fmt, block_rows)
+    turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
     shape = launch_shape(n_queries, d, width, fmt, turned=turned)
     q_blocks = -(-n_queries // shape["BLOCK_Q"])
     if n_heads == 0 or n_queries == 0:
@@ -343,7 +373,7 @@ def attention_inside_triton(
             int(last_position is not None),
             rules.window,
             ALIGN_BYTES=align_bytes,
-            **_block_constants(d, width, fmt, block_rows, n_blocks, shape["BLOCK_T"], turned),
+            **block_constants(d, width, fmt, block_rows, n_blocks, shape["BLOCK_T"], turned),
             enable_fp_fusion=True,
             **launch_options(n_queries, d, width, fmt, turned=turned),
             **(turned_constants if turned else row_constants)(fmt, d, dv),
@@ -366,15 +396,6 @@ def _kernel_for(d: int, dv: int, fmt: str, *, turned: bool) -> Any:
         return wide.wide_attention_kernel
     narrow: Any = load_kernel("attention")
     return narrow.attention_kernel
-
-
-def _block_constants(
-    d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, tile_rows: int, turned: bool
-) -> dict[str, bool]:
-    """Whether a tile's rows are all of one block, whose scales they share."""
-    if turned or is_wide(d, dv):
-        return {}
-    return {"IN_BLOCK": fmt == "int8" and block_rows % (4 if n_blocks == 1 else tile_rows) == 0}
 
 
 def _check_rules(rules: ScoreRules, query: torch.Tensor) -> None:
