@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .attention import attend
 from .attention_parts import (
+    TABLES,
     broken,
     dot_bf16,
     in_bf16,
@@ -281,7 +282,8 @@ def _attend_carefully(
         "visible_stride",
         "has_last",
         "window",
-    ]
+    ],
+    do_not_specialize_on_alignment=TABLES,
 )
 def turned_attention_kernel(
     query_ptr,

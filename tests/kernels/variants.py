@@ -78,14 +78,17 @@ class Variant:
     tiles_ahead: int = 1
 
     def compile(self, capability: int) -> Any:
-        """The variant as Triton compiles it; pointers are multiples of 16, as torch's are."""
+        """The variant as Triton compiles it; pointers are multiples of 16, as torch's are, where it
+        asks."""
         names = self.kernel.arg_names
         signature = {
             name: "constexpr" if name in self.constants else POINTERS.get(name, "i32")
             for name in names
         }
         aligned = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in POINTERS
+            (i,): [["tt.divisibility", 16]]
+            for i, param in enumerate(self.kernel.params)
+            if param.name in POINTERS and not param.do_not_specialize_on_alignment
         }
         source = ASTSource(
             fn=self.kernel, signature=signature, constexprs=self.constants, attrs=aligned
@@ -251,6 +254,7 @@ DEVICE_VARIANTS = (
 #: Compiled by the tests, too.
 TESTED = (
     attending("fp16", 128, has_bar=True),
+    attending("fp16", 128, has_bar=True, block_rows=16),
     attending("int8", 128, has_bar=True),
     attending("fp32", 64),
     attending("fp16", 576, 0, 16),
@@ -273,6 +277,18 @@ VARIANTS = (
     attending("bf16", 64, has_bar=True),
     attending("bf16", 128, has_bar=True),
     attending("int8", 64, has_bar=True),
+    *(
+        attending(fmt, d, has_bar=True, block_rows=rows)
+        for d, rows in ((128, 16), (64, 32))
+        for fmt in ("fp16", "bf16")
+        if (fmt, d) != ("fp16", 128)
+    ),
+    attending("fp16", 32, block_rows=64),
+    attending("bf16", 128, block_rows=48),
+    attending("fp16", 64, block_rows=19),
+    attending("bf16", 64, rules=WINDOW, rules_name="window", block_rows=32),
+    attending("bf16", 128, rules=CAP_AND_WINDOW, rules_name="cap, window", block_rows=16),
+    attending("fp16", 128, rules=SLOPES, rules_name="slopes", block_rows=16),
     attending("fp16", 80),
     attending("bf16", 96),
     attending("fp32", 128),

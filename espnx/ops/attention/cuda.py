@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +83,11 @@ def tile_blocks(d: int, dv: int, block_rows: int, n_blocks: int) -> int:
     Args:
         n_blocks: of a sequence's head.
     """
-    rows = turned_rows(d, dv)
-    if n_blocks == 1 or block_rows % rows == 0:
+    if n_blocks == 1:
         return 1
-    return rows // block_rows if rows % block_rows == 0 else (rows - 2) // block_rows + 2
+    rows = turned_rows(d, dv)
+    # Tiles begin at multiples of the divisor within a block, the latest at its last one.
+    return (rows - 1 - math.gcd(rows, block_rows)) // block_rows + 2
 
 
 def is_turned(
@@ -460,8 +462,8 @@ def _tables(
 
 
 def _copied(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes: kernels
-    are compiled once more for tables that do not."""
+    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes, as tensors
+    of their own do."""
     ends = list(itertools.accumulate(-(-each.nbytes // 16) * 16 for each in tables))
     # a copy from memory that the system may move waits until it has been copied once more
     packed = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
