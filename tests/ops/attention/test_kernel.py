@@ -335,13 +335,23 @@ def check_on_a_gpu(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("group", [1, 8, 9])
-@pytest.mark.parametrize("block_rows", [16, 32, 48, 128])
-def test_blocks_on_a_gpu(fmt: str, d: int, group: int, block_rows: int) -> None:
-    """K and V rows, and X rows, with masks; by the kernels for few queries but 9 of 16 bits, and
-    int8 rows of blocks that are no whole tiles."""
+def test_whole_blocks_on_a_gpu(fmt: str, d: int, group: int) -> None:
+    """K and V rows, and X rows, with masks; by the kernels for few queries but 9 of 16 bits."""
+    assert is_turned(group, d, d, fmt, 128) is (fmt == "int8" or group <= 8)
+    check_blocks_on_a_gpu(fmt, d, group, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize(("d", "block_rows"), [(64, 32), (128, 16), (128, 48)])
+def test_short_blocks_on_a_gpu(fmt: str, d: int, block_rows: int) -> None:
+    """Those of caches, and blocks that no tile is whole ones of."""
+    assert is_turned(3, d, d, fmt, block_rows)
+    check_blocks_on_a_gpu(fmt, d, 3, block_rows)
+
+
+def check_blocks_on_a_gpu(fmt: str, d: int, group: int, block_rows: int) -> None:
     sizes: dict[str, Any] = {"n_kv": 2, "d": d, "block_rows": block_rows, "fmt": fmt}
-    expected = block_rows == 128 if fmt == "int8" else group <= 8
-    assert is_turned(group, d, d, fmt, block_rows) is expected
     case = make_case(n_rows=[0, 1, 129, 1300], group=group, gap_bytes=16, **sizes)
     check_on_a_gpu(case)
     case.visible = torch.ones(4, 1300, dtype=torch.uint8)
