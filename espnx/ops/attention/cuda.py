@@ -462,8 +462,8 @@ def _tables(
 
 
 def _copied(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes, as tensors
-    of their own do."""
+    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes, as if it
+    were a tensor of its own."""
     ends = list(itertools.accumulate(-(-each.nbytes // 16) * 16 for each in tables))
     # a copy from memory that the system may move waits until it has been copied once more
     packed = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
