@@ -93,7 +93,7 @@ def rows_in_blocks(
     """(Byte offsets of the blocks of a tile's rows, int64 ``[T]``, and the rows' places in them).
     Rows after the last are the last one once more.
 
-    Offsets are loaded block by block, by every thread, and chosen for each row: compilers know
+    Offsets are loaded block by block, for all threads, and chosen for each row: compilers know
     which rows of a tile of whole blocks are each block's, and then choose nothing.
     """
     if WHOLE:

@@ -59,15 +59,15 @@ def attends(fmt: str, group: int, d: int) -> None:
 
 
 def attends_to_short_blocks(fmt: str, block_rows: int) -> None:
-    """Few queries over tiles of several blocks, of which one holds an infinity, some rows masked;
-    behind the last row nothing but NaNs."""
-    for n_rows in (150, 1):
+    """Few queries over tiles of several blocks, or of one block that is the only one, of which one
+    holds an infinity, some rows masked; behind the last row nothing but NaNs."""
+    for n_rows, rows in (([150], block_rows), ([1, 50], block_rows), ([150], 150)):
         case = make_case(
-            n_rows=[n_rows], n_kv=1, group=3, d=24, fmt=fmt, block_rows=block_rows, gap_bytes=0
+            n_rows=n_rows, n_kv=1, group=3, d=24, fmt=fmt, block_rows=rows, gap_bytes=0
         )
-        case.visible = torch.ones(1, n_rows, dtype=torch.uint8)
+        case.visible = torch.ones(len(n_rows), max(n_rows), dtype=torch.uint8)
         case.visible[0, 5:9] = 0
-        for row in range(n_rows, case.table.shape[2] * block_rows):
+        for row in range(n_rows[0], case.table.shape[2] * rows):
             for of_v in (False, True):
                 stored_row(case, row, of_v=of_v).fill_(torch.nan)
         assert_close(case, run(case), **PRECISION)
