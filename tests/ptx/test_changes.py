@@ -201,6 +201,8 @@ UNNOTICED: dict[str, set[tuple[str, int]]] = {
     "maxsim residual2": {("barrier", n) for n in (0, 6, 7, 10)},
     "attention fp16": {("barrier", 36)},
     "attention bf16": {("barrier", 33)},
+    "attention fp16, few queries": {("barrier", n) for n in (1, 41, 44, 84)},
+    "attention bf16, few queries": {("barrier", n) for n in (0, 40, 42, 82)},
     "attention int8": {("barrier", 48), ("barrier", 71), ("barrier", 93)},
     "attention int8, blocks": {("barrier", 0)},
     "attention fp32": {("barrier", 32)},
