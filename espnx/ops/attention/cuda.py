@@ -78,7 +78,7 @@ def turned_rows(d: int, dv: int) -> int:
 
 
 def tile_blocks(d: int, dv: int, block_rows: int, n_blocks: int) -> int:
-    """Of so many blocks a tile of `turned_rows` has rows at most.
+    """Counts the blocks of which a tile of `turned_rows` has rows, at most.
 
     Args:
         n_blocks: of a sequence's head.
