@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from .attention_parts import (
+    TABLES,
     block_of,
     broken,
     in_bf16,
@@ -164,7 +165,8 @@ def attend(
         "visible_stride",
         "has_last",
         "window",
-    ]
+    ],
+    do_not_specialize_on_alignment=TABLES,
 )
 def attention_kernel(
     query_ptr,

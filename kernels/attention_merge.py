@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["n_parts", "n_heads", "n_queries", "has_place"])
+@triton.jit(
+    do_not_specialize=["n_parts", "n_heads", "n_queries", "has_place"],
+    do_not_specialize_on_alignment=["place_ptr"],
+)
 def merge_kernel(
     o_ptr,
     lse_ptr,

@@ -6,6 +6,16 @@ mean.
 import triton
 import triton.language as tl
 
+#: Pointers to tables, which are parts of others and so begin anywhere: loaded by elements, as they
+#: are, they are no reason to compile a kernel once more in the midst of a generation.
+TABLES = [
+    "block_offset_bytes_ptr",
+    "n_rows_ptr",
+    "visible_ptr",
+    "last_position_ptr",
+    "position_ptr",
+    "slope_ptr",
+]
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 #: A tile's largest weight of int8 rows is brought to between 2^13 and 2^14: the larger weights are,
 #: the fewer leave the range of fp16.

@@ -61,7 +61,10 @@ def _load_word(first_ptr, at, initial, WORDS: tl.constexpr):
     return word
 
 
-@triton.jit(do_not_specialize=["register"])
+@triton.jit(
+    do_not_specialize=["register"],
+    do_not_specialize_on_alignment=["offset_bytes_ptr", "size_bytes_ptr"],
+)
 def crc32c_kernel(
     buffer_ptr,
     offset_bytes_ptr,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .attention_parts import (
     INTERPRETED,
+    TABLES,
     WEIGHT_BITS,
     broken,
     codes_of,
@@ -233,7 +234,8 @@ def _load_query(query_ptr, head, q, is_query, n_queries, pair, D: tl.constexpr, 
         "visible_stride",
         "has_last",
         "window",
-    ]
+    ],
+    do_not_specialize_on_alignment=TABLES,
 )
 def int8_attention_kernel(
     query_ptr,

@@ -390,7 +390,10 @@ def _tile_score(
     return _score(best, nans, is_query)
 
 
-@triton.jit(do_not_specialize=["n_docs", "n_queries", "Lq", "n_centroids"])
+@triton.jit(
+    do_not_specialize=["n_docs", "n_queries", "Lq", "n_centroids"],
+    do_not_specialize_on_alignment=["offset_bytes_ptr", "n_tokens_ptr"],
+)
 def maxsim_kernel(
     query_ptr,
     buffer_ptr,

@@ -1,5 +1,8 @@
-"""Attention of few queries over rows of 16 bits, each tile's of one block. ``attention.py`` says
-what the arguments mean that are not explained here.
+"""Attention of few queries over rows of 16 bits. ``attention.py`` says what the arguments mean that
+are not explained here.
+
+BLOCKS  of so many blocks a tile has rows at most; where it is 1, each tile lies in one block
+WHOLE   a tile is BLOCKS whole blocks
 
 Products are turned, as in ``int8_attention.py``: rows are their left operand, queries their right
 one, of which a tensor core takes 8 where it takes 16 of a left one. Two warps share a tile, and so
@@ -11,6 +14,7 @@ import triton.language as tl
 
 from .attention import attend
 from .attention_parts import (
+    TABLES,
     broken,
     dot_bf16,
     in_bf16,
@@ -75,6 +79,45 @@ def turned_tile(first, in_block, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FORMA
 
 
 @triton.jit
+def rows_in_blocks(
+    offset_ptr,
+    tile,
+    lane,
+    end,
+    block_rows,
+    ALIGN_BYTES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """(Byte offsets of the blocks of a tile's rows, int64 ``[T]``, and the rows' places in them).
+    Rows after the last are the last one once more.
+
+    Offsets are loaded block by block, for all threads, and chosen for each row: compilers know
+    which rows of a tile of whole blocks are each block's, and then choose nothing.
+    """
+    if WHOLE:
+        rows = BLOCK_T // BLOCKS
+        at = lane
+    else:
+        rows = block_rows
+        at = tile % block_rows + lane
+    first = tile // rows
+    further = (end - 1) // rows - first
+    known = tl.minimum(at, end - 1 - first * rows)
+    in_block = known
+    offset = tl.multiple_of(tl.load(offset_ptr + first), ALIGN_BYTES) + tl.zeros_like(lane)
+    for i in tl.static_range(1, BLOCKS):
+        # Of blocks that are not there, the last one.
+        block = tl.minimum(i, further)
+        after = tl.multiple_of(tl.load(offset_ptr + (first + block)), ALIGN_BYTES)
+        is_after = at >= i * rows
+        offset = tl.where(is_after, after, offset)
+        in_block = tl.where(is_after, known - block * rows, in_block)
+    return offset, in_block
+
+
+@triton.jit
 def turned_sums(sums, p, values, FORMAT: tl.constexpr):
     """``sums`` ``[DV, Q]`` and those of V rows ``[DV, T]`` with weights p ``[T, Q]``."""
     if FORMAT == "fp16":
@@ -110,6 +153,8 @@ def turned_attend(
     SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -129,11 +174,18 @@ def turned_attend(
         seen = row[:, None] <= last[None, :]
         if HAS_WINDOW:
             seen = seen & (row[:, None] > (position - window)[None, :])
-        offset = tl.load(offset_ptr + tile // block_rows)
-        block = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
         # Rows after the last are the last one once more, which nobody sees.
-        in_block = tile % block_rows + tl.minimum(lane, end - 1 - tile)
-        base = block + tl.zeros_like(lane)
+        if BLOCKS == 1:
+            offset = tl.load(offset_ptr + tile // block_rows)
+            block = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
+            in_block = tile % block_rows + tl.minimum(lane, end - 1 - tile)
+            base = block + tl.zeros_like(lane)
+        else:
+            offset, in_block = rows_in_blocks(
+                offset_ptr, tile, lane, end, block_rows, ALIGN_BYTES, BLOCK_T, BLOCKS, WHOLE
+            )
+            base = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
+            block = base[None, :]
         rows = stored_tile(base, K_BEGIN, in_block, D, BLOCK_D, FORMAT)
         products = turned_products(rows, parts, up, FORMAT)
         if SOFT_CAP > 0:
@@ -230,7 +282,8 @@ def _attend_carefully(
         "visible_stride",
         "has_last",
         "window",
-    ]
+    ],
+    do_not_specialize_on_alignment=TABLES,
 )
 def turned_attention_kernel(
     query_ptr,
@@ -263,12 +316,13 @@ def turned_attention_kernel(
     SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """``block_rows`` is a multiple of BLOCK_T."""
     IS_RULED: tl.constexpr = SOFT_CAP > 0 or HAS_SLOPES
     head, sequence, q, is_query = program_place(n_kv, n_queries, BLOCK_Q)
     n_rows = tl.load(n_rows_ptr + sequence).to(tl.int32)
@@ -288,8 +342,8 @@ def turned_attention_kernel(
     best, total, sums = turned_attend(
         query * (1.0 if IS_RULED else LOG2_E), last, position, slope, window, buffer_ptr,
         offset_ptr, sequence_visible_ptr, begin, end, block_rows, visible_stride != 0, v_begin,
-        K_BEGIN, D, DV, FORMAT, ALIGN_BYTES, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, BLOCK_T,
-        BLOCK_D, BLOCK_DV,
+        K_BEGIN, D, DV, FORMAT, ALIGN_BYTES, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCKS, WHOLE,
+        BLOCK_Q, BLOCK_T, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     if broken(sums) == 0:
         place = place_of_results(head, q, n_queries)

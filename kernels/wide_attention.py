@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .attention_parts import (
+    TABLES,
     block_of,
     broken,
     in_bf16,
@@ -220,7 +221,8 @@ def _wide_attend(
         "visible_stride",
         "has_last",
         "window",
-    ]
+    ],
+    do_not_specialize_on_alignment=TABLES,
 )
 def wide_attention_kernel(
     query_ptr,

@@ -11,12 +11,14 @@ from tests.kernels.bounds import bounds
 from tests.kernels.sass import analysed, main_loop, mma_flop, wgmma_bytes
 from tests.kernels.table import PAGE, page_with, stored, stored_nvcc
 from tests.kernels.variants import (
+    BLOCK_ROWS,
     CAPABILITIES,
     DEVICE_VARIANTS,
     TESTED,
     VARIANTS,
     Variant,
     assert_multiplies_well,
+    attending,
 )
 from tests.ptx.nvcc import ABSENT, nvcc, nvcc_release
 
@@ -105,6 +107,17 @@ def test_like_the_table(variant: Variant, capability: int) -> None:
         assert "mma.sync" in ptx or "wgmma" in ptx
     if variant.name.startswith("maxsim"):
         assert_multiplies_well(ptx, variant.constants["FORMAT"], variant.constants["ALIGN_BYTES"])
+
+
+def test_blocks_of_caches_are_loaded_as_long_ones_are() -> None:
+    """As many copies of 16 bytes, and nothing that waits more: where a tile's four blocks are, is
+    asked for two tiles before, one copy of 8 bytes for each."""
+    long, short = (
+        attending("fp16", 128, block_rows=rows).compile(90).asm["ptx"] for rows in (BLOCK_ROWS, 16)
+    )
+    for what in ("cp.async.cg", "cp.async.wait_group", "bar.sync", "mma.sync", "st.shared"):
+        assert short.count(what) == long.count(what) > 0
+    assert short.count("cp.async.ca") == 4 * long.count("cp.async.ca") > 0
 
 
 def test_the_table_has_every_variant_and_none_lives_on_spills() -> None:

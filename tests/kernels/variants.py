@@ -79,14 +79,17 @@ class Variant:
     tiles_ahead: int = 1
 
     def compile(self, capability: int) -> Any:
-        """The variant as Triton compiles it; pointers are multiples of 16, as torch's are."""
+        """The variant as Triton compiles it; pointers are multiples of 16, as torch's are, where it
+        asks."""
         names = self.kernel.arg_names
         signature = {
             name: "constexpr" if name in self.constants else POINTERS.get(name, "i32")
             for name in names
         }
         aligned = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in POINTERS
+            (i,): [["tt.divisibility", 16]]
+            for i, param in enumerate(self.kernel.params)
+            if param.name in POINTERS and not param.do_not_specialize_on_alignment
         }
         source = ASTSource(
             fn=self.kernel, signature=signature, constexprs=self.constants, attrs=aligned
@@ -128,12 +131,13 @@ def attending(
     rules: attention.ScoreRules = attention.NO_RULES,
     rules_name: str = "",
     has_bar: bool = False,
+    block_rows: int = BLOCK_ROWS,
 ) -> Variant:
     """A variant of attention; ``dv`` 0: X rows."""
     dv = d if dv is None else dv
     width = dv or d
     is_wide = attention.is_wide(d, width)
-    turned = attention.is_turned(n_queries, d, width, fmt, BLOCK_ROWS)
+    turned = attention.is_turned(n_queries, d, width, fmt, block_rows)
     shape = attention.launch_shape(n_queries, d, width, fmt, turned=turned)
     row_bytes = (d + dv) * ROW_FORMATS[fmt].itemsize + (4 if fmt == "int8" else 0)
     return Variant(
@@ -145,12 +149,13 @@ def attending(
                 f"{shape['BLOCK_Q']} queries",
                 *((f"aligned to {align_bytes}",) if align_bytes < 16 else ()),
                 *((rules_name,) if rules_name else ()),
+                *((f"blocks of {block_rows}",) if block_rows != BLOCK_ROWS else ()),
             )
         ),
         _kernel(fmt, turned=turned, is_wide=is_wide),
         {
             "ALIGN_BYTES": align_bytes,
-            **({} if is_wide or turned else {"IN_BLOCK": fmt == "int8"}),
+            **attention.block_constants(d, width, fmt, block_rows, 2, shape["BLOCK_T"], turned),
             **(attention.turned_constants if turned else attention.row_constants)(fmt, d, dv),
             **attention.rule_constants(rules),
             **shape,
@@ -277,6 +282,7 @@ DEVICE_VARIANTS = (
 #: Compiled by the tests, too.
 TESTED = (
     attending("fp16", 128, has_bar=True),
+    attending("fp16", 128, has_bar=True, block_rows=16),
     attending("int8", 128, has_bar=True),
     attending("fp32", 64),
     attending("fp16", 576, 0, 16),
@@ -299,6 +305,18 @@ VARIANTS = (
     attending("bf16", 64, has_bar=True),
     attending("bf16", 128, has_bar=True),
     attending("int8", 64, has_bar=True),
+    *(
+        attending(fmt, d, has_bar=True, block_rows=rows)
+        for d, rows in ((128, 16), (64, 32))
+        for fmt in ("fp16", "bf16")
+        if (fmt, d) != ("fp16", 128)
+    ),
+    attending("fp16", 32, block_rows=64),
+    attending("bf16", 128, block_rows=48),
+    attending("fp16", 64, block_rows=19),
+    attending("bf16", 64, rules=WINDOW, rules_name="window", block_rows=32),
+    attending("bf16", 128, rules=CAP_AND_WINDOW, rules_name="cap, window", block_rows=16),
+    attending("fp16", 128, rules=SLOPES, rules_name="slopes", block_rows=16),
     attending("fp16", 80),
     attending("bf16", 96),
     attending("fp32", 128),

@@ -85,8 +85,10 @@ class Launched:
         } | {name for name, value in values.items() if isinstance(value, torch.Tensor)}
         aligned = tuple(
             i
-            for i, name in enumerate(self.kernel.arg_names)
-            if isinstance(values[name], torch.Tensor) and values[name].data_ptr() % 16 == 0
+            for i, param in enumerate(self.kernel.params)
+            if isinstance(value := values[param.name], torch.Tensor)
+            and value.data_ptr() % 16 == 0
+            and not param.do_not_specialize_on_alignment
         )
         ptx, shared_bytes = compiled(
             self.kernel,

@@ -27,13 +27,23 @@ from tests.ops.attention.ruled import (
 )
 from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import FORMATS, assert_close, causal, make_case
-from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
+from tests.ops.attention.test_kernel import PRECISION, case_dtype, run, stored_row
 from tests.ops.attention.test_parts import check_parts
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved
 from tests.sweeps import some
 
 pytestmark = pytest.mark.usefixtures("launch")
+#: Lengths of K and V rows, rows of a block; the blocks that a tile has rows of, and whether they
+#: are whole. The first two are caches'.
+SHORT_BLOCKS = (
+    (128, 128, 16, 4, True),
+    (64, 64, 32, 4, True),
+    (24, 40, 16, 8, True),
+    (64, 64, 48, 4, False),
+    (128, 72, 100, 2, False),
+    (8, 16, 19, 8, False),
+)
 
 
 @pytest.mark.sampled(1)
@@ -43,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("launch")
 def test_decode(fmt: str, n_splits: int, gap_bytes: int) -> None:
     """Blocks at multiples of an element and of 16 bytes; sequences of no row, one, and odd
     numbers."""
-    case = make_case(n_rows=[0, 1, 33, 130], group=4, d=24, dv=40, fmt=fmt, gap_bytes=gap_bytes)
+    case = make_case(n_rows=[0, 1, 33, 130], group=9, d=24, dv=40, fmt=fmt, gap_bytes=gap_bytes)
     assert_close(case, run(case, n_splits=n_splits), **PRECISION)
 
 
@@ -77,9 +87,10 @@ def test_x_rows(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
 @pytest.mark.parametrize("d", [24, 64, 128])
 @pytest.mark.parametrize("group", [1, 8])
-def test_x_rows_of_whole_blocks(fmt: str, d: int, group: int) -> None:
-    sizes: dict[str, Any] = {"n_kv": 1, "group": group, "block_rows": 128, "gap_bytes": 16}
-    assert cuda.is_turned(group, d, d, fmt, 128)
+@pytest.mark.parametrize("block_rows", [32, 128])
+def test_x_rows_of_few_queries(fmt: str, d: int, group: int, block_rows: int) -> None:
+    sizes: dict[str, Any] = {"n_kv": 1, "group": group, "block_rows": block_rows, "gap_bytes": 16}
+    assert cuda.is_turned(group, d, d, fmt, block_rows)
     case = make_case(n_rows=[0, 1, 129], d=d, dv=0, fmt=fmt, **sizes)
     assert_close(case, run(case, n_splits=2), **PRECISION)
 
@@ -128,11 +139,61 @@ def test_few_queries_of_whole_blocks(fmt: str, d: int, dv: int, group: int, gap_
     assert_close(case, run(case, n_splits=2), **PRECISION)
 
 
-@pytest.mark.parametrize(("fmt", "q_len"), [("int8", 5), ("int8", 16), ("fp16", 5), ("bf16", 8)])
-def test_masks_of_few_queries_of_whole_blocks(fmt: str, q_len: int) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize(("d", "dv", "block_rows", "n_blocks", "whole"), SHORT_BLOCKS)
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("gap_bytes", [2, 16])
+def test_few_queries_of_short_blocks(
+    fmt: str,
+    d: int,
+    dv: int,
+    block_rows: int,
+    n_blocks: int,
+    whole: bool,
+    group: int,
+    gap_bytes: int,
+) -> None:
+    """Sequences that end at the first row of a tile and in a block's midst, in parts."""
+    tile = cuda.turned_rows(d, dv)
+    known = cuda.block_constants(d, dv, fmt, block_rows, 2, tile, True)
+    assert known == {"BLOCKS": n_blocks, "WHOLE": whole}
+    sizes: dict[str, Any] = {"d": d, "dv": dv, "block_rows": block_rows, "group": group}
+    case = make_case(n_rows=[0, 1, 129, 230], n_kv=1, fmt=fmt, gap_bytes=gap_bytes, **sizes)
+    assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
+@pytest.mark.parametrize("fmt", some(["fp16", "bf16"], 1))
+@pytest.mark.parametrize("rows", [1, 37, 200])
+def test_few_queries_of_one_block(fmt: str, rows: int) -> None:
+    """As rows in memory are, of which there is one more with every token."""
+    assert cuda.is_turned(3, 24, 40, fmt, rows, 1)
+    sizes: dict[str, Any] = {"d": 24, "dv": 40, "block_rows": rows, "group": 3}
+    case = make_case(n_rows=[rows, 0, 1], n_kv=1, fmt=fmt, gap_bytes=16, **sizes)
+    assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "q_len", "block_rows"),
+    [
+        ("int8", 5, 128),
+        ("int8", 16, 128),
+        ("fp16", 5, 128),
+        ("bf16", 8, 128),
+        ("fp16", 8, 32),
+        ("bf16", 5, 48),
+    ],
+)
+def test_masks_of_few_queries(fmt: str, q_len: int, block_rows: int) -> None:
     case = causal(
         make_case(
-            n_rows=[130, 45], q_len=q_len, n_kv=1, d=24, block_rows=128, fmt=fmt, gap_bytes=16
+            n_rows=[130, 45],
+            q_len=q_len,
+            n_kv=1,
+            d=24,
+            block_rows=block_rows,
+            fmt=fmt,
+            gap_bytes=16,
         )
     )
     case.visible = torch.ones(2, 130, dtype=torch.uint8)
@@ -162,11 +223,39 @@ def test_not_finite_in_whole_blocks(fmt: str, value: float) -> None:
     assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize(("fmt", "block_rows"), [("fp16", 32), ("bf16", 48)])
+@pytest.mark.parametrize("value", some([torch.nan, torch.inf, -torch.inf], 3))
+def test_not_finite_in_short_blocks(
+    launch: Callable[..., Any], fmt: str, block_rows: int, value: float
+) -> None:
+    """Behind the last row, looked at by nobody: nothing is made once more, with care. Of V, seen by
+    the last two of three queries; of K, seen by the last."""
+    sizes: dict[str, Any] = {"d": 24, "group": 1, "block_rows": block_rows}
+    case = causal(make_case(n_rows=[70], q_len=3, n_kv=1, fmt=fmt, gap_bytes=16, **sizes))
+    launched = launch()
+    before = run(case)
+    steps = sum(each.n_steps for each in launched)
+    for row in range(70, case.table.shape[2] * block_rows):
+        stored_row(case, row, of_v=False).fill_(value)
+        stored_row(case, row, of_v=True).fill_(value)
+    after = run(case)
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert sum(each.n_steps for each in launched) == 2 * steps
+    stored_row(case, 68, of_v=True)[5] = value
+    o, lse = run(case)
+    assert sum(each.n_steps for each in launched) > 3 * steps
+    assert_close(case, (o, lse), **PRECISION)
+    assert o[0, 0, :, 5].isfinite().tolist() == [True, False, False]
+    stored_row(case, 69, of_v=False).fill_(torch.nan)
+    assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize("names", INT8_RULES, ids="-".join)
-def test_scores_of_models_over_whole_blocks(fmt: str, names: tuple[str, ...]) -> None:
-    check_block_rules(names, fmt)
+@pytest.mark.parametrize("block_rows", [32, 48, 128])
+def test_scores_of_models_over_blocks(fmt: str, names: tuple[str, ...], block_rows: int) -> None:
+    check_block_rules(names, fmt, block_rows)
 
 
 @pytest.mark.sampled(1)
@@ -202,10 +291,10 @@ def test_not_finite_wide(fmt: str, at: int) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize("block_rows", [16, 128])
+@pytest.mark.parametrize("block_rows", [4, 16, 128])
 def test_offsets_beyond_32_bits(fmt: str, block_rows: int) -> None:
-    if fmt == "fp32" and block_rows == 128:
-        pytest.skip("the same kernel as of short blocks")
+    if block_rows == (128 if fmt == "fp32" else 4 if fmt == "int8" else 0):
+        pytest.skip("the same kernel as of blocks of 16 rows")
     near = make_case(n_rows=[33], d=24, fmt=fmt, block_rows=block_rows, gap_bytes=16)
     expected = run(near)
     near.buffer, near.table = moved(near.buffer), near.table + BEYOND

@@ -21,7 +21,7 @@ from espnx.ops.maxsim import by_warps
 from espnx.ops.maxsim.cuda import is_whole, maxsim_cuda, maxsim_triton
 from tests.ops.attention.merging import check_merge
 from tests.ops.attention.test_attention import assert_close, causal, make_case
-from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
+from tests.ops.attention.test_kernel import PRECISION, case_dtype, run, stored_row
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 from tests.ptx.changes import Change, changes
@@ -56,6 +56,23 @@ def attends(fmt: str, group: int, d: int) -> None:
             v_scales[:4] = torch.tensor([torch.inf]).view(torch.uint8)
         else:
             case.buffer.view(case_dtype(case)).view(-1, 2, 16, d)[0, 1, 0, 5] = torch.inf
+        assert_close(case, run(case), **PRECISION)
+
+
+def attends_to_short_blocks(fmt: str, block_rows: int) -> None:
+    """Few queries over tiles of several blocks, or of one block that is the only one, of which one
+    holds an infinity, some rows masked; behind the last row nothing but NaNs."""
+    for n_rows, rows in (([150], block_rows), ([1, 50], block_rows), ([150], 150)):
+        case = make_case(
+            n_rows=n_rows, n_kv=1, group=3, d=24, fmt=fmt, block_rows=rows, gap_bytes=0
+        )
+        case.visible = torch.ones(len(n_rows), max(n_rows), dtype=torch.uint8)
+        case.visible[0, 5:9] = 0
+        for row in range(n_rows[0], case.table.shape[2] * rows):
+            for of_v in (False, True):
+                stored_row(case, row, of_v=of_v).fill_(torch.nan)
+        assert_close(case, run(case), **PRECISION)
+        stored_row(case, 0, of_v=True)[5] = torch.inf
         assert_close(case, run(case), **PRECISION)
 
 
@@ -169,8 +186,10 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "maxsim residual2": lambda: scores("residual2", 1, 24),
     "maxsim fp32": lambda: scores("fp32", 1, 24),
     "maxsim fp16, four warps at a time": lambda: scores("fp16", 65, 64),
-    "attention fp16": lambda: attends("fp16", 3, 24),
-    "attention bf16": lambda: attends("bf16", 3, 24),
+    "attention fp16": lambda: attends("fp16", 9, 24),
+    "attention bf16": lambda: attends("bf16", 9, 24),
+    "attention fp16, few queries": lambda: attends_to_short_blocks("fp16", 32),
+    "attention bf16, few queries": lambda: attends_to_short_blocks("bf16", 48),
     "attention int8": lambda: attends("int8", 3, 24),
     "attention int8, blocks": attends_to_blocks,
     "attention fp32": lambda: attends("fp32", 3, 24),
@@ -211,6 +230,8 @@ UNNOTICED: dict[str, set[tuple[str, int]]] = {
     "maxsim residual2": {("barrier", n) for n in (0, 6, 7, 10)},
     "attention fp16": {("barrier", 36)},
     "attention bf16": {("barrier", 33)},
+    "attention fp16, few queries": {("barrier", n) for n in (1, 41, 44, 84)},
+    "attention bf16, few queries": {("barrier", n) for n in (0, 40, 42, 82)},
     "attention int8": {("barrier", 48), ("barrier", 71), ("barrier", 93)},
     "attention int8, blocks": {("barrier", 0)},
     "attention fp32": {("barrier", 32)},

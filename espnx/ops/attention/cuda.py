@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ _NARROW_DIM_MAX = 256  # and rows up to this length as they come
 #: Queries of a KV head for whom products are turned, by the format of rows.
 _TURNED_QUERIES_MAX = {"int8": 16, "fp16": 8, "bf16": 8}
 _TURNED_DIM_MAX = {"int8": _NARROW_DIM_MAX, "fp16": 128, "bf16": 128}
+_TURNED_BLOCKS_MAX = 8  # of which a tile of 16-bit rows has some: each is a load and a choice
 #: Warps, stages, programs on a multiprocessor and registers (0: as many as it takes) of turned
 #: products of 16 bits, by the longest row.
 _TURNED_16 = {64: (4, 5, 3, 168), 128: (4, 5, 2, 0)}
@@ -80,14 +82,30 @@ def turned_rows(d: int, dv: int) -> int:
     return 128 if widest <= 64 else 64 if widest <= 128 else 32
 
 
-def is_turned(n_queries: int, d: int, dv: int, fmt: str, block_rows: int) -> bool:
-    """Whether these rows are for ``kernels/turned_attention.py`` or ``kernels/int8_attention.py``:
-    their tiles are each of one block, whose scales int8 rows share."""
-    return (
-        max(d, dv) <= _TURNED_DIM_MAX.get(fmt, 0)
-        and n_queries <= _TURNED_QUERIES_MAX[fmt]
-        and block_rows % turned_rows(d, dv) == 0
-    )
+def tile_blocks(d: int, dv: int, block_rows: int, n_blocks: int) -> int:
+    """Counts the blocks of which a tile of `turned_rows` has rows, at most.
+
+    Args:
+        n_blocks: of a sequence's head.
+    """
+    if n_blocks == 1:
+        return 1
+    rows = turned_rows(d, dv)
+    # Tiles begin at multiples of the divisor within a block, the latest at its last one.
+    return (rows - 1 - math.gcd(rows, block_rows)) // block_rows + 2
+
+
+def is_turned(
+    n_queries: int, d: int, dv: int, fmt: str, block_rows: int, n_blocks: int = 2
+) -> bool:
+    """Whether these rows are for ``kernels/turned_attention.py``, or for
+    ``kernels/int8_attention.py``, whose tiles are each of one whole block: they share its
+    scales."""
+    if max(d, dv) > _TURNED_DIM_MAX.get(fmt, 0) or n_queries > _TURNED_QUERIES_MAX[fmt]:
+        return False
+    if fmt == "int8":
+        return block_rows % turned_rows(d, dv) == 0
+    return tile_blocks(d, dv, block_rows, n_blocks) <= _TURNED_BLOCKS_MAX
 
 
 def _turned_shape(n_queries: int, d: int, dv: int) -> dict[str, int]:
@@ -214,6 +232,20 @@ def turned_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
     return row_constants(fmt, d, dv)
 
 
+def block_constants(
+    d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, tile_rows: int, turned: bool
+) -> dict[str, Any]:
+    """What a kernel is told about the blocks that a tile's rows are of: whether it is one, whose
+    scales they share; of the turned kernels `tile_blocks`, and whether they are whole."""
+    if is_wide(d, dv) or (turned and fmt == "int8"):
+        return {}
+    if not turned:
+        return {"IN_BLOCK": fmt == "int8" and block_rows % (4 if n_blocks == 1 else tile_rows) == 0}
+    blocks = tile_blocks(d, dv, block_rows, n_blocks)
+    # How long other blocks are is no constant, or each length would make a variant.
+    return {"BLOCKS": blocks, "WHOLE": blocks > 1 and blocks * block_rows == tile_rows}
+
+
 def rule_constants(rules: ScoreRules) -> dict[str, Any]:
     """What the kernel is told about a model's scores."""
     return {
@@ -304,7 +336,7 @@ def attention_inside_triton(
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
             query.shape[:3], dtype=torch.float32
         )
-    turned = is_turned(n_queries, d, width, fmt, block_rows)
+    turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
     shape = launch_shape(n_queries, d, width, fmt, turned=turned)
     plan = by_slices.compiled_plan(n_queries, d, dv, fmt, align_bytes, query.device)
     block_queries, tile_rows = shape["BLOCK_Q"], shape["BLOCK_T"]
@@ -347,7 +379,7 @@ def attention_inside_triton(
                 *(scaled.contiguous(), buffer, *tables, o, lse),
                 *(*counts, stride, int(has_last), rules.window),
                 ALIGN_BYTES=align_bytes,
-                **_block_constants(d, width, fmt, block_rows, n_blocks, tile_rows, turned),
+                **block_constants(d, width, fmt, block_rows, n_blocks, tile_rows, turned),
                 enable_fp_fusion=True,
                 **launch_options(n_queries, d, width, fmt, turned=turned),
                 **(turned_constants if turned else row_constants)(fmt, d, dv),
@@ -389,15 +421,6 @@ def _kernel_for(d: int, dv: int, fmt: str, *, turned: bool) -> Any:
         return wide.wide_attention_kernel
     narrow: Any = load_kernel("attention")
     return narrow.attention_kernel
-
-
-def _block_constants(
-    d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, tile_rows: int, turned: bool
-) -> dict[str, bool]:
-    """Whether a tile's rows are all of one block, whose scales they share."""
-    if turned or is_wide(d, dv):
-        return {}
-    return {"IN_BLOCK": fmt == "int8" and block_rows % (4 if n_blocks == 1 else tile_rows) == 0}
 
 
 def _check_rules(rules: ScoreRules, query: torch.Tensor) -> None:
@@ -462,8 +485,8 @@ def _tables(
 
 
 def _copied(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes: kernels
-    are compiled once more for tables that do not."""
+    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes, as if it
+    were a tensor of its own."""
     ends = list(itertools.accumulate(-(-each.nbytes // 16) * 16 for each in tables))
     # a copy from memory that the system may move waits until it has been copied once more
     packed = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

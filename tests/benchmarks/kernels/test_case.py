@@ -33,7 +33,7 @@ from espnx.benchmarks.kernels.prepare import own_choices, prepare
 from espnx.benchmarks.kernels.timing import Clock
 from espnx.cli.main import main
 from espnx.ops import device_code
-from espnx.ops.attention.cuda import is_turned
+from espnx.ops.attention.cuda import is_turned, tile_blocks
 
 SETTING = Setting(Clock(torch.device("cpu"), 2), 1 << 16, seed=3)
 RATES = Rates(1e9, dict.fromkeys(("fp16", "bf16", "fp32"), 1e9))
@@ -196,7 +196,7 @@ def test_everything_that_is_timed_is_checked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_decoding_is_measured_in_blocks_of_caches() -> None:
-    """Which have fewer rows than a tile of the kernel for whole blocks."""
+    """Of which a tile of the kernel for few queries has several."""
     short = [point for point in points() if "block_rows" in point.params]
     assert [(point.params["format"], point.params["d"]) for point in short] == [
         (fmt, d) for fmt in ("fp16", "bf16") for d in (64, 128)
@@ -204,7 +204,9 @@ def test_decoding_is_measured_in_blocks_of_caches() -> None:
     for point in short:
         rows = point.params["block_rows"]
         assert f"8 x 4, blocks of {rows}" in point.name
-        assert not is_turned(4, point.params["d"], point.params["d"], point.params["format"], rows)
+        d = point.params["d"]
+        assert is_turned(4, d, d, point.params["format"], rows)
+        assert tile_blocks(d, d, rows, 2) == 4
 
 
 @pytest.mark.parametrize(("fmt", "group", "is_both"), [("fp32", 3, False), ("fp16", 5, True)])

@@ -87,11 +87,12 @@ def check_sinks(monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
     assert torch.equal(lse, sinks.expand_as(lse))
 
 
-def check_block_rules(names: tuple[str, ...], fmt: str = "int8") -> None:
-    """Two queries over rows of which each tile's are of one block: beside a softmax in fp64
-    over the rows' values. The first stands at a row, the second beyond the last."""
+def check_block_rules(names: tuple[str, ...], fmt: str = "int8", block_rows: int = 128) -> None:
+    """Two queries over rows in blocks, of which 128 are a tile's: beside a softmax in fp64 over the
+    rows' values. The first stands at a row, the second beyond the last."""
     n_rows, d, scale = 150, 24, 0.9
-    case = make_case(n_rows=[n_rows], q_len=2, n_kv=1, d=d, block_rows=128, fmt=fmt, gap_bytes=16)
+    sizes: dict[str, Any] = {"d": d, "block_rows": block_rows, "fmt": fmt}
+    case = make_case(n_rows=[n_rows], q_len=2, n_kv=1, gap_bytes=16, **sizes)
     position = torch.tensor([[n_rows - 20, n_rows + 9]])
     rules = ScoreRules(
         soft_cap=1.5 if "soft_cap" in names else 0.0,
@@ -101,7 +102,7 @@ def check_block_rules(names: tuple[str, ...], fmt: str = "int8") -> None:
     )
     found = attention_triton(*case.args, case.block_rows, fmt, scale, d, rules=rules)
     table = case.table[0, 0].tolist()
-    k, v = stored_rows(case.buffer, table, n_rows, 128, d, d, fmt, torch.float64)
+    k, v = stored_rows(case.buffer, table, n_rows, block_rows, d, d, fmt, torch.float64)
     scores = case.query[0, 0].double() @ k.T * scale
     distance = torch.arange(n_rows) - position[0][:, None]
     if rules.soft_cap:

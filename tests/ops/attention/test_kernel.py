@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from espnx.device.row_layout import RowLayout
 from espnx.errors import InvalidInputError
 from espnx.ops.attention import block_bytes, cuda
 from espnx.ops.attention.cuda import (
@@ -20,7 +21,10 @@ from espnx.ops.attention.cuda import (
     _copied,
     attention_inside_triton,
     attention_triton,
+    block_constants,
     is_turned,
+    tile_blocks,
+    turned_rows,
 )
 from tests.ops.attention.ruled import (
     INT8_RULES,
@@ -65,7 +69,7 @@ def run(case: Case, n_splits: int | None = None) -> tuple[torch.Tensor, torch.Te
 
 
 def interpreted_decode(fmt: str) -> None:
-    case = make_case(n_rows=[0, 1, 33, 130], group=4, d=24, dv=40, fmt=fmt, gap_bytes=4)
+    case = make_case(n_rows=[0, 1, 33, 130], group=9, d=24, dv=40, fmt=fmt, gap_bytes=4)
     assert_close(case, run(case), **PRECISION)
     assert_close(case, run(case, n_splits=3), **PRECISION)
     case = make_case(n_rows=[70], n_kv=1, d=128, block_rows=32, fmt=fmt, gap_bytes=0)
@@ -75,6 +79,11 @@ def interpreted_decode(fmt: str) -> None:
             n_rows=[0, 1, 130], n_kv=1, group=3, d=72, dv=40, block_rows=128, fmt=fmt, gap_bytes=4
         )
         assert_close(case, run(case, n_splits=2), **PRECISION)
+    if fmt in ("fp16", "bf16"):  # of several, whole and not, and one of any length
+        for block_rows, n_rows in ((32, 130), (19, 130), (150, 300), (37, 37)):
+            sizes: dict[str, Any] = {"group": 3, "d": 72, "dv": 40, "block_rows": block_rows}
+            case = make_case(n_rows=[0, 1, n_rows], n_kv=1, fmt=fmt, gap_bytes=4, **sizes)
+            assert_close(case, run(case, n_splits=2), **PRECISION)
 
 
 def interpreted_prefill(fmt: str) -> None:
@@ -146,6 +155,14 @@ def case_dtype(case: Case) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[case.format]
 
 
+def stored_row(case: Case, row: int, *, of_v: bool) -> torch.Tensor:
+    """A row of the first sequence's first head, where it is stored in 16 bits."""
+    d, rows = case.query.shape[-1], case.block_rows
+    block, at = divmod(row, rows)
+    begin = int(case.table[0, 0, block]) + 2 * (rows * d + at * case.dv if of_v else at * d)
+    return case.buffer[begin : begin + 2 * (case.dv if of_v else d)].view(case_dtype(case))
+
+
 #: What is interpreted of which formats; in the sweep, all of them.
 PARTS: dict[Callable[[str], None], str] = {
     interpreted_decode: "fp32 fp16 bf16 int8",
@@ -172,6 +189,34 @@ PARTS: dict[Callable[[str], None], str] = {
 @pytest.mark.skipif(not IS_INTERPRETED, reason="[triton] runs in the interpreter's own process")
 def test_interpreted(part: Any, fmt: str) -> None:
     part(fmt)
+
+
+@pytest.mark.parametrize(("d", "rows"), [(24, 128), (72, 64)])
+def test_how_many_blocks_a_tile_has(d: int, rows: int) -> None:
+    """As counted row by row, over tiles that begin at all places in a block; where it is the only
+    one of its sequence, one."""
+    assert turned_rows(d, d) == rows
+    variants = set()
+    for block_rows in range(1, 300):
+        block = torch.arange(rows * block_rows) // block_rows
+        tiles = block.view(-1, rows)
+        counted = int((tiles[:, -1] - tiles[:, 0]).max()) + 1
+        assert tile_blocks(d, d, block_rows, 2) == counted
+        assert tile_blocks(d, d, block_rows, 1) == 1
+        assert is_turned(8, d, d, "fp16", block_rows) is (counted <= 8)
+        assert is_turned(8, d, d, "fp16", block_rows, 1)
+        assert is_turned(8, d, d, "int8", block_rows) is (counted == 1)
+        if counted <= 8:
+            constants = block_constants(d, d, "fp16", block_rows, 2, rows, True)
+            assert constants["WHOLE"] is (counted > 1 and rows % block_rows == 0)
+            variants.add(tuple(constants.values()))
+    assert len(variants) <= 8 + 3
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("d", [32, 64, 80, 96, 128])
+def test_blocks_of_caches_are_for_few_queries(fmt: str, d: int) -> None:
+    assert is_turned(8, d, d, fmt, RowLayout(fmt, d, d).block_rows)
 
 
 def test_tables_of_the_host_are_copied_together() -> None:
@@ -292,8 +337,21 @@ def check_on_a_gpu(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("group", [1, 8, 9])
 def test_whole_blocks_on_a_gpu(fmt: str, d: int, group: int) -> None:
     """K and V rows, and X rows, with masks; by the kernels for few queries but 9 of 16 bits."""
-    sizes: dict[str, Any] = {"n_kv": 2, "d": d, "block_rows": 128, "fmt": fmt}
     assert is_turned(group, d, d, fmt, 128) is (fmt == "int8" or group <= 8)
+    check_blocks_on_a_gpu(fmt, d, group, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize(("d", "block_rows"), [(64, 32), (128, 16), (128, 48)])
+def test_short_blocks_on_a_gpu(fmt: str, d: int, block_rows: int) -> None:
+    """Those of caches, and blocks that no tile is whole ones of."""
+    assert is_turned(3, d, d, fmt, block_rows)
+    check_blocks_on_a_gpu(fmt, d, 3, block_rows)
+
+
+def check_blocks_on_a_gpu(fmt: str, d: int, group: int, block_rows: int) -> None:
+    sizes: dict[str, Any] = {"n_kv": 2, "d": d, "block_rows": block_rows, "fmt": fmt}
     case = make_case(n_rows=[0, 1, 129, 1300], group=group, gap_bytes=16, **sizes)
     check_on_a_gpu(case)
     case.visible = torch.ones(4, 1300, dtype=torch.uint8)
