@@ -18,7 +18,6 @@ from ..interface import Segment, SegmentPlace
 from .extents import Extents
 from .writes import PutWrite
 
-
 _PIECE_BYTES = 64 << 10
 _SUM_BYTES = 4
 
