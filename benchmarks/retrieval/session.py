@@ -217,7 +217,7 @@ class Session:
         if not len(numbers):
             return {"seconds": 0.0, "bytes_asked": 0, "bytes_moved": 0, "requests": 0}
         begun = time.perf_counter()
-        future = self.index.store.full.kept.read(numbers, gap_bytes=self.index.cost.gap_bytes)
+        future = self.index.store.full.read(numbers, gap_bytes=self.index.cost.gap_bytes)
         future.wait()
         return {
             "seconds": time.perf_counter() - begun,

@@ -30,7 +30,7 @@ class InMemoryReference:
             np.arange(part.first_number, part.first_number + part.count) for part in store.parts
         ]
         numbers = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        future = store.full.kept.read(numbers, gap_bytes=1 << 20)
+        future = store.full.read(numbers, gap_bytes=1 << 20)
         self.memory = future.wait()
         store.full.check(self.memory, future.position_bytes, numbers)
         self.positions = torch.zeros(store.manifest.end_number, dtype=torch.int64)

@@ -171,12 +171,12 @@ def test_damage_on_one_device_is_named_and_the_others_go_on(
     with espnx.open(path, device=devices) as index:
         query = queries(1)[0]
         asked = RecordQuery(query.cls.reshape(1, -1), query.tokens, 2.0)
-        ticket = index.store.full.kept.maxsim(np.arange(300), [asked])
+        ticket = index.store.full.maxsim(np.arange(300), [asked])
         with pytest.raises(
             errors.ChecksumError, match=f"record {number} is not what was written.*{file.name}"
         ):
             ticket.finish()
-        assert len(index.store.full.kept.maxsim(fine, [asked]).finish()) == len(fine)
+        assert len(index.store.full.maxsim(fine, [asked]).finish()) == len(fine)
 
 
 def test_a_record_device_is_a_device_too(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def token_matches(
     """
     if not len(tokens):
         return [()] * len(numbers)
-    future = tier.kept.read(numbers, gap_bytes=0, deadline_s=deadline_s)
+    future = tier.read(numbers, gap_bytes=0, deadline_s=deadline_s)
     memory = future.wait()
     tier.check(memory, future.position_bytes, numbers)
     schema = tier.schema

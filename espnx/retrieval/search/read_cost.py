@@ -94,6 +94,6 @@ def measure(tier: Tier, count: int, seed: int = 0) -> DeviceCost:
 
 def _timed(tier: Tier, numbers: np.ndarray, gap_bytes: int) -> tuple[float, Future]:
     begun = time.perf_counter()
-    future = tier.kept.read(numbers, gap_bytes=gap_bytes)
+    future = tier.read(numbers, gap_bytes=gap_bytes)
     future.wait()
     return time.perf_counter() - begun, future

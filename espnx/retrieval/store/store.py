@@ -448,7 +448,7 @@ class EmbeddingStore(Version):
                 numbers = np.arange(first, min(first + 1024, part.end_number))
                 for tier in (self.full, self.coarse):
                     if tier is not None:
-                        future = tier.kept.read(numbers, gap_bytes=1 << 20)
+                        future = tier.read(numbers, gap_bytes=1 << 20)
                         tier.check(future.wait(), future.position_bytes, numbers)
                 ids = [identifier for identifier, _ in self.texts.get(numbers.tolist())]
                 self._check_ids(part, ids, first)
@@ -475,7 +475,7 @@ class EmbeddingStore(Version):
     def close(self) -> None:
         """Closes the data files. Reads under way finish."""
         for tier in self._tiers:
-            tier.kept.release()
+            tier.release()
         self._tiers = []
         kept = {part.path for part in self.parts} if self.device.engine is self.engine else set()
         for file in self._files:

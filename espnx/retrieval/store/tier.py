@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...device.interface import KeptRecords, RecordDevice
+from ...device.interface import RecordDevice
 from ...device.record_layout import RecordLayout, RecordSchema
 from ...ops.maxsim import Codebook
 from ...storage.engine import FileHandle
@@ -22,8 +22,8 @@ class Tier(RecordLayout):
             `RecordLayout`.
 
     Attributes:
-        kept: the records there: what scores them, reads them and releases them. What `read` brings
-            must pass `check` before it is used.
+        maxsim, read, release: of the `KeptRecords` that the device has made of them. What `read`
+            brings must pass `check` before it is used.
     """
 
     def __init__(
@@ -41,4 +41,5 @@ class Tier(RecordLayout):
         super().__init__(
             schema, n_tokens, group_offset_bytes, segment_begin, files, salt=salt, codebook=codebook
         )
-        self.kept: KeptRecords = device.keep_records(self)
+        kept = device.keep_records(self)
+        self.maxsim, self.read, self.release = kept.maxsim, kept.read, kept.release

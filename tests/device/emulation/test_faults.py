@@ -150,14 +150,12 @@ def test_scores_that_fail(tmp_path: Path, kind: str) -> None:
         espnx.open(tmp_path / "0", None) as plain,
         espnx.open(tmp_path / "0", None, device=devices) as index,
     ):
-        first = index.store.full.kept.maxsim(np.arange(40), [asked], deadline_s=0.2).finish()
-        assert np.array_equal(first, plain.store.full.kept.maxsim(np.arange(40), [asked]).finish())
+        first = index.store.full.maxsim(np.arange(40), [asked], deadline_s=0.2).finish()
+        assert np.array_equal(first, plain.store.full.maxsim(np.arange(40), [asked]).finish())
         with pytest.raises(KINDS[kind], match="smartssd 0"):
-            index.store.full.kept.maxsim(np.arange(40), [asked], deadline_s=0.2).finish()
+            index.store.full.maxsim(np.arange(40), [asked], deadline_s=0.2).finish()
         if kind != "die":
-            assert np.array_equal(
-                index.store.full.kept.maxsim(np.arange(40), [asked]).finish(), first
-            )
+            assert np.array_equal(index.store.full.maxsim(np.arange(40), [asked]).finish(), first)
 
 
 def test_a_search_in_which_a_device_dies(tmp_path: Path) -> None:

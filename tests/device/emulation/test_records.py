@@ -95,7 +95,7 @@ def test_time_is_bytes_over_rate(store: Path) -> None:
             emulated(store, topology, near=near) as index,
         ):
             full, before = index.store.full, topology.now()
-            full.kept.maxsim(np.arange(N), asked()).finish()
+            full.maxsim(np.arange(N), asked()).finish()
             places = zip(*(each.tolist() for each in full.locate(np.arange(N))), strict=True)
             pages = {
                 (file, page)
@@ -124,7 +124,7 @@ def test_time_is_bytes_over_rate(store: Path) -> None:
 
 def test_scores_come_group_by_group(store: Path) -> None:
     with Topology(spec(), 1, stretch=0) as topology, emulated(store, topology) as index:
-        ticket = index.store.full.kept.maxsim(np.arange(N), asked())
+        ticket = index.store.full.maxsim(np.arange(N), asked())
         seen, finished, times = list[int](), False, list[float]()
         while not finished:
             items, finished = ticket.next(1)
@@ -150,18 +150,18 @@ def test_several_queries(store: Path) -> None:
     ):
         found = []
         for each in (plain, index):
-            ticket = each.store.full.kept.maxsim(numbers, three, first)
+            ticket = each.store.full.maxsim(numbers, three, first)
             ticket.add(later)
             found.append(ticket.finish())
         assert np.array_equal(*found)
-        assert len(index.store.full.kept.maxsim(np.arange(0), asked()).finish()) == 0
+        assert len(index.store.full.maxsim(np.arange(0), asked()).finish()) == 0
 
 
 def test_a_timeout_and_the_end(store: Path) -> None:
     """A device that is slow (in wall time) is waited for as long as was said; a request that is
     cancelled is over."""
     with Topology(spec(flash=5), 1, stretch=1) as topology, emulated(store, topology) as index:
-        ticket = index.store.full.kept.maxsim(np.arange(N), asked())
+        ticket = index.store.full.maxsim(np.arange(N), asked())
         assert [len(ticket.next(1, timeout_s=timeout_s)[0]) for timeout_s in (0.02, 0.02, 0.0)] == [
             0,
             0,
@@ -170,10 +170,10 @@ def test_a_timeout_and_the_end(store: Path) -> None:
         ticket.cancel()
         with pytest.raises(errors.TransferCancelledError):
             ticket.finish()
-        late = index.store.full.kept.maxsim(np.arange(N), asked(), deadline_s=0.05)
+        late = index.store.full.maxsim(np.arange(N), asked(), deadline_s=0.05)
         with pytest.raises((errors.DeadlineExceededError, errors.TransferCancelledError)):
             late.finish()
-        assert len(index.store.full.kept.maxsim(np.arange(1), asked()).finish()) == 1
+        assert len(index.store.full.maxsim(np.arange(1), asked()).finish()) == 1
         with pytest.raises(errors.InvalidInputError, match="hands out records"):
             _ = ticket.records
 
@@ -191,8 +191,8 @@ def test_damage(store: Path, tmp_path: Path) -> None:
     query = RecordQuery(torch.zeros(1, 16), torch.ones(2, 8), 1.0)
     with Topology(spec(), 1, stretch=0) as topology, emulated(tmp_path / "s", topology) as index:
         with pytest.raises(errors.ChecksumError, match="record 37"):
-            index.store.full.kept.maxsim(np.arange(60), [query]).finish()
-        assert len(index.store.full.kept.maxsim(np.arange(37), [query]).finish()) == 37
+            index.store.full.maxsim(np.arange(60), [query]).finish()
+        assert len(index.store.full.maxsim(np.arange(37), [query]).finish()) == 37
 
 
 @pytest.mark.parametrize("n", [1, 3])

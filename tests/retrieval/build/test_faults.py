@@ -290,8 +290,8 @@ def test_a_failed_search_calls_its_prefetch_off(
         return ticket
 
     with espnx.open(known.parent / "plain", engine=engine) as index:
-        maxsim = index.store.full.kept.maxsim
-        monkeypatch.setattr(index.store.full.kept, "maxsim", prefetch_hangs_first)
+        maxsim = index.store.full.maxsim
+        monkeypatch.setattr(index.store.full, "maxsim", prefetch_hangs_first)
         with pytest.raises(errors.ReadError, match="Input/output error"):
             index.search(queries(1)[0], candidates=EVERYTHING, nprobe=EVERYTHING, prefetch_step=0.5)
         begun = time.monotonic()

@@ -163,7 +163,7 @@ def test_resident_rows_are_the_tier_s(tiers: tuple[Path, str]) -> None:
         assert coarse is not None
         resident = RamTier(coarse, torch.device("cpu"))
         numbers = np.random.default_rng(0).permutation(COUNT)
-        future = coarse.kept.read(numbers, gap_bytes=0)
+        future = coarse.read(numbers, gap_bytes=0)
         memory, at = future.wait(), future.position_bytes
         for number, mine, theirs in zip(
             numbers.tolist(), resident.position_bytes(numbers).tolist(), at.tolist(), strict=True

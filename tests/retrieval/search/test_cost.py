@@ -33,7 +33,7 @@ class Device:
     size_bytes = 1 << 30
 
     def __init__(self, truth: DeviceCost, monkeypatch: pytest.MonkeyPatch):
-        self.truth, self.now, self.kept = truth, 0.0, self
+        self.truth, self.now = truth, 0.0
         monkeypatch.setattr(cost.time, "perf_counter", lambda: self.now)
 
     def read(self, numbers: np.ndarray, *, gap_bytes: int) -> SimpleNamespace:

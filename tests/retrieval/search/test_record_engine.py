@@ -34,7 +34,7 @@ def test_records_arrive_checked_and_score_as_they_should(tmp_path: Path, make: M
         EmbeddingStore(tmp_path / "store", native, TensorRecordDevice(engine, CPU)) as store,
     ):
         assert store.effective_path == "gds-compat"
-        scores = store.full.kept.maxsim(
+        scores = store.full.maxsim(
             numbers, [RecordQuery(query.cls.reshape(1, -1), query.tokens, 2.0)]
         ).finish()
         wanted, bounds = exact_scores(documents, query, 2.0, "fp16")
@@ -60,7 +60,7 @@ def test_damage_is_found_there_too(tmp_path: Path, make: MakeEngine) -> None:
             file.seek(4096 + 40)
             file.write(bytes([byte[0] ^ 1]))
         query = queries(1)[0]
-        ticket = store.full.kept.maxsim(
+        ticket = store.full.maxsim(
             np.arange(20), [RecordQuery(query.cls.reshape(1, -1), query.tokens, 1.0)]
         )
         with pytest.raises(errors.ChecksumError, match="record 0"):

@@ -449,7 +449,7 @@ def test_rows_that_are_there_already_are_kept(folder: Path, fmt: str, d_cls: int
     with espnx.open(folder / "s") as index:
         for tier in (index.store.full, index.store.coarse):
             assert tier is not None
-            future = tier.kept.read(np.arange(len(documents)), gap_bytes=0)
+            future = tier.read(np.arange(len(documents)), gap_bytes=0)
             memory, positions = future.wait(), future.position_bytes.tolist()
             for (identifier, _), position in zip(
                 index.store.texts.get(range(len(documents))), positions, strict=True

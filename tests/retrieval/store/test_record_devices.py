@@ -83,7 +83,7 @@ def test_scores_are_the_references(
 ) -> None:
     query = queries(1)[0]
     for numbers in (np.arange(300), np.array([299, 3, 4, 70]), np.arange(0)):
-        ticket = kept.full.kept.maxsim(numbers, [record_query(query)], is_urgent=is_urgent)
+        ticket = kept.full.maxsim(numbers, [record_query(query)], is_urgent=is_urgent)
         assert_scored(kept, documents, numbers, query, ticket.finish())
         assert ticket.stats.bytes_asked == int(
             kept.full.schema.sizes(kept.full.n_tokens[numbers]).sum()
@@ -96,7 +96,7 @@ def test_scores_as_they_arrive(
     kept: EmbeddingStore, documents: list[espnx.Document], is_urgent: bool
 ) -> None:
     query, numbers = queries(1)[0], np.arange(0, 300, 2)
-    ticket = kept.full.kept.maxsim(numbers, [record_query(query)], is_urgent=is_urgent)
+    ticket = kept.full.maxsim(numbers, [record_query(query)], is_urgent=is_urgent)
     seen, finished = list[int](), False
     while not finished:
         items, finished = ticket.next(20)
@@ -115,7 +115,7 @@ def test_several_queries_share_what_is_read(
     first = Pairs(np.array([0, 0, 1, 5, 39]), np.array([0, 2, 1, 1, 0]))
     later = Pairs(np.array([0, 5, 5, 38]), np.array([1, 0, 2, 2]))
     requests = [
-        kept.full.kept.maxsim(numbers, [record_query(q) for q in three], first, is_urgent=urgent)
+        kept.full.maxsim(numbers, [record_query(q) for q in three], first, is_urgent=urgent)
         for urgent in (False, True, False)
     ]
     for ticket in reversed(requests):
@@ -186,14 +186,14 @@ def test_damage_is_found_and_named(tmp_path: Path, device: RecordDevice, is_urge
         data[int(offset[0]) + 20] ^= 4
         path.write_bytes(data)
         with EmbeddingStore(tmp_path / "s", native, device) as opened:
-            ticket = opened.full.kept.maxsim(
+            ticket = opened.full.maxsim(
                 np.arange(60), [record_query(queries(1)[0])], is_urgent=is_urgent
             )
             with pytest.raises(
                 errors.ChecksumError, match=rf"record 37 is not what was written.*{path.name}"
             ):
                 ticket.finish()
-            again = opened.full.kept.maxsim(
+            again = opened.full.maxsim(
                 np.arange(37), [record_query(queries(1)[0])], is_urgent=is_urgent
             )
             assert len(again.finish()) == 37
@@ -225,7 +225,7 @@ def test_cancelled_from_another_thread(
     stuck: tuple[EmbeddingStore, RecordDevice], is_urgent: bool, everything: bool
 ) -> None:
     kept, device = stuck
-    ticket = kept.full.kept.maxsim(
+    ticket = kept.full.maxsim(
         np.arange(0, 300, 9), [record_query(queries(1)[0])], is_urgent=is_urgent
     )
     killer = threading.Timer(0.2, device.forget if everything else ticket.cancel)
@@ -233,13 +233,13 @@ def test_cancelled_from_another_thread(
     with pytest.raises(errors.TransferCancelledError):
         ticket.finish()
     killer.join()
-    sound = kept.full.kept.maxsim(np.arange(30), [record_query(queries(1)[0])], is_urgent=is_urgent)
+    sound = kept.full.maxsim(np.arange(30), [record_query(queries(1)[0])], is_urgent=is_urgent)
     assert len(sound.finish()) == 30
 
 
 @pytest.mark.parametrize("is_urgent", [True, False])
 def test_the_deadline(stuck: tuple[EmbeddingStore, RecordDevice], is_urgent: bool) -> None:
-    ticket = stuck[0].full.kept.maxsim(
+    ticket = stuck[0].full.maxsim(
         np.arange(0, 300, 9), [record_query(queries(1)[0])], is_urgent=is_urgent, deadline_s=0.1
     )
     with pytest.raises(errors.DeadlineExceededError):
@@ -250,7 +250,7 @@ def test_next_gives_up_when_it_was_told_to(stuck: tuple[EmbeddingStore, RecordDe
     kept, device = stuck
     if not isinstance(device, SsdRecordDevice):
         pytest.skip("a tensor device looks at the clock between reads")
-    ticket = kept.full.kept.maxsim(np.arange(0, 300, 9), [record_query(queries(1)[0])])
+    ticket = kept.full.maxsim(np.arange(0, 300, 9), [record_query(queries(1)[0])])
     items, finished = ticket.next(2**62, timeout_s=0.01)
     assert (len(items), finished) == (0, False)
     ticket.cancel()
@@ -265,12 +265,9 @@ def test_the_window_holds_reads_back(store: Path) -> None:
             query = record_query(queries(1)[0])
             before = native.stats().bytes_asked
             tickets = [
-                kept.full.kept.maxsim(np.arange(i, 300, 7), [query], is_urgent=False)
-                for i in range(7)
+                kept.full.maxsim(np.arange(i, 300, 7), [query], is_urgent=False) for i in range(7)
             ]
-            wanted = [
-                kept.full.kept.maxsim(np.arange(i, 300, 7), [query]).finish() for i in range(7)
-            ]
+            wanted = [kept.full.maxsim(np.arange(i, 300, 7), [query]).finish() for i in range(7)]
             for i in (6, 2, 0, 1, 5, 3):
                 assert np.array_equal(tickets[i].finish(), wanted[i])
             device.forget()
@@ -301,8 +298,7 @@ def test_a_failed_read_fails_its_ticket_alone(store: Path) -> None:
         with EmbeddingStore(store, native, device) as kept:
             query = record_query(queries(1)[0])
             tickets = [
-                kept.full.kept.maxsim(np.arange(i, 300, 30), [query], is_urgent=False)
-                for i in range(3)
+                kept.full.maxsim(np.arange(i, 300, 30), [query], is_urgent=False) for i in range(3)
             ]
             outcomes, told = list[int](), list[str]()
             for ticket in tickets:
@@ -347,4 +343,4 @@ def test_what_is_refused(store: Path) -> None:
             ([1, 2], [query], Pairs(np.array([0]), np.array([1])), "that are there"),
         ):
             with pytest.raises(errors.InvalidInputError, match=what):
-                kept.full.kept.maxsim(np.array(numbers), asked, pairs)
+                kept.full.maxsim(np.array(numbers), asked, pairs)

@@ -43,7 +43,7 @@ class RamTier:
         self.size_bytes = memory.nbytes + self._first_row.nbytes
 
     def _copy(self, tier: Tier, numbers: np.ndarray, memory: np.ndarray) -> None:
-        future = tier.kept.read(numbers, gap_bytes=1 << 20)
+        future = tier.read(numbers, gap_bytes=1 << 20)
         source, where = future.wait(), future.position_bytes
         tier.check(source, where, numbers)
         begin = (where + tier.schema.fixed_bytes).numpy()

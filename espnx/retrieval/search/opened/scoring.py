@@ -67,7 +67,7 @@ class TierScoring:
         deadline_s: float,
         hot: HotRecords | None = None,
     ):
-        self._kept, self._queries, self._hot = tier.kept, queries, hot
+        self._tier, self._queries, self._hot = tier, queries, hot
         self._gap_bytes, self._deadline_s = gap_bytes, deadline_s
         self._asked = [np.empty(0, dtype=np.int64) for _ in queries]
         self._known: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in queries]
@@ -133,7 +133,7 @@ class TierScoring:
         return number, query
 
     def _request(self, numbers: np.ndarray, pairs: Pairs | None, is_urgent: bool) -> None:
-        ticket = self._kept.maxsim(
+        ticket = self._tier.maxsim(
             numbers,
             self._queries,
             pairs,

@@ -127,7 +127,7 @@ def test_records_on_their_way_to_a_gpu_lie_packed_in_pinned_memory(
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: tensor)
     with kept_on(store, elsewhere) as kept:
         full = kept.full
-        ticket = full.kept.maxsim(numbers, [vectors(queries(1)[0])])
+        ticket = full.maxsim(numbers, [vectors(queries(1)[0])])
         ticket.finish()
         memory, positions = ticket.records
         sizes = full.schema.sizes(full.n_tokens[numbers])
@@ -135,7 +135,7 @@ def test_records_on_their_way_to_a_gpu_lie_packed_in_pinned_memory(
         assert positions.tolist() == (np.cumsum(sizes) - sizes).tolist()
         full.check(memory, positions, numbers)
         assert pretended_pinned == [elsewhere]
-        full.kept.read(numbers, gap_bytes=0).wait()
+        full.read(numbers, gap_bytes=0).wait()
         assert len(pretended_pinned) == 1
 
 
@@ -186,7 +186,7 @@ def ring(store: Path) -> Any:
 
 
 def read(full: Any, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    future = full.kept.read(numbers, gap_bytes=0)
+    future = full.read(numbers, gap_bytes=0)
     return future.wait(), future.position_bytes
 
 

@@ -79,9 +79,7 @@ def scored(
         cls, tokens = on_device(late, query)
         late.waits.clear()
         late.pageable_copies = 0
-        ticket = kept.full.kept.maxsim(
-            NUMBERS, [RecordQuery(cls, tokens, 2.0)], is_urgent=is_urgent
-        )
+        ticket = kept.full.maxsim(NUMBERS, [RecordQuery(cls, tokens, 2.0)], is_urgent=is_urgent)
         assert is_urgent or until(lambda: ticket.is_finished)  # by a worker, not by this thread
         return ticket.finish()
 
@@ -215,7 +213,7 @@ def test_damage_is_seen_before_scores_count(
             several(late, kept, 1, None).finish()
         assert (caught.value.offset_bytes, caught.value.size_bytes) == (offsets[0], sizes[0])
         cls, tokens = on_device(late, queries(1)[0])
-        ticket = kept.full.kept.maxsim(np.arange(100), [RecordQuery(cls, tokens, 2.0)])
+        ticket = kept.full.maxsim(np.arange(100), [RecordQuery(cls, tokens, 2.0)])
         with pytest.raises(errors.ChecksumError, match="record 15 is not"):
             while not ticket.next()[1]:
                 pass
@@ -237,7 +235,7 @@ def test_damage_comes_before_a_later_read_that_fails(
         far = int(kept.full.locate(np.array([260]))[1][0])
         numbers = np.r_[np.arange(40), np.arange(260, 300)]
         cls, tokens = on_device(late, queries(1)[0])
-        ticket = kept.full.kept.maxsim(numbers, [RecordQuery(cls, tokens, 2.0)], is_urgent=False)
+        ticket = kept.full.maxsim(numbers, [RecordQuery(cls, tokens, 2.0)], is_urgent=False)
         assert until(lambda: ticket._asked)
         rule.fault = "error"
         assert until(lambda: ticket.is_finished)
