@@ -21,6 +21,7 @@ SMALL_FILES = {
     "espnx.device.cost.maxsim": "of a verb",
     "espnx.device.cost.scan": "of a verb",
     "espnx.device.cost.search": "of a verb",
+    "espnx.device.sums": "checksums of blocks, which the format of rows names",
     "espnx.ops.crc32c.cuda": "of an op",
     "espnx.ops.crc32c.shifts": "of an op",
     "espnx.ops.distances.api": "of an op",

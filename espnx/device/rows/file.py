@@ -31,7 +31,8 @@ from ..interface import (
     Show,
 )
 from ..row_layout import RowLayout
-from .space import FileSegment, FileSpace, SumsMemory, file_segment
+from ..sums import SumsMemory
+from .space import FileSegment, FileSpace, file_segment
 from .writes import PutWrite, Write, Writing, wait_over
 
 #: What a ticket reads of a segment: csrc/device/row_plan.hpp's RowSegment, with the checksums as

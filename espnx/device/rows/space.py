@@ -1,9 +1,8 @@
-"""The space of a device that keeps rows in one data file: segments as it knows them, with the
-checksums of their blocks, and those whose places a published state names."""
+"""The space of a device that keeps rows in one data file: segments as it knows them, and those
+whose places a published state names."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,36 +16,6 @@ from ...storage.files import write_error
 from ..interface import Segment, SegmentPlace
 from .extents import Extents
 from .writes import PutWrite
-
-_PIECE_BYTES = 64 << 10
-_SUM_BYTES = 4
-
-
-class SumsMemory:
-    """Memory for the checksums of stored blocks: mappings of its own, cut into parts one after the
-    other. A mapping goes when nobody refers to it.
-
-    Checksums stay as long as the rows do and come a few at a time: taken from the allocator's heap,
-    between the large tensors of every forward pass, they would keep its holes from ever closing,
-    and memory would grow with what is stored. Nor is it the engine's memory, which rounds sizes up:
-    that is for what comes and goes.
-    """
-
-    def __init__(self) -> None:
-        self._piece = np.empty(0, np.uint32)
-        self._used = 0
-
-    def take(self, count: int) -> tuple[np.ndarray, int]:
-        """(uint32, from where on `count` of them are the caller's). Not an array of its own: that
-        would be small, and stay."""
-        if self._used + count > self._piece.size:
-            mapped = mmap.mmap(
-                -1, max(_PIECE_BYTES, count * _SUM_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-            self._piece = np.frombuffer(mapped, np.uint32)
-            self._used = 0
-        first, self._used = self._used, self._used + count
-        return self._piece, first
 
 
 @dataclass(eq=False, slots=True)
