@@ -79,7 +79,7 @@ class RowLayout:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.format]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one token: K and V, scales and padding not counted."""
         return (self.d if self.is_shared else self.d + self.dv) * self.dtype.itemsize
@@ -111,7 +111,7 @@ class RowLayout:
             return 0
         return self.v_scale_offset_bytes + (4 * self.block_rows if self.format == "int8" else 0)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return self._padded(self.block_rows)
 
@@ -123,8 +123,9 @@ class RowLayout:
         """How many blocks `rows` tokens take."""
         return -(-rows // self.block_rows)
 
+    @cached_property
     def geometry(self) -> dict[str, Any]:
-        """The layout as the compiled part wants it."""
+        """The layout as the compiled part wants it; not to be changed."""
         return {
             "format": self.format,
             "d": self.d,

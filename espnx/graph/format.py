@@ -282,7 +282,7 @@ class GraphFacts:
         """Graphs that the pages are of."""
         return parts_of(self.layout, len(self.entries), self.clusters, self.salt)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """Nodes that a row may have."""
         return 1 if self.clusters is None else self.clusters.copies

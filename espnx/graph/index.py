@@ -278,12 +278,11 @@ class GraphIndex:
             pages.facts, queries, k, list_size, recall, nprobe, beam_width, stop_beyond, deadline_s
         )
         self.check_open()
+        if pending.is_empty and include is None and exclude is None:
+            return pages.search(walk, None)
         if pending.is_empty and not pages.facts.has_gaps:
             return pages.search(walk, filter_of(include, exclude, pages.facts.n_rows))
-        mask = mask_of(include, exclude, pending.id_end)
-        if pending.is_empty and mask is None:
-            return pages.search(walk, None)
-        return search_changed(pages, pending, walk, mask)
+        return search_changed(pages, pending, walk, mask_of(include, exclude, pending.id_end))
 
     def walk_without(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,7 +25,7 @@ class ScoreRules:
     window: int | None = None
     sinks: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def are_plain(self) -> bool:
         """Scores are products alone (sinks join them afterwards)."""
         return self.soft_cap is None and self.slopes is None and self.window is None

@@ -44,6 +44,7 @@ class Links:
 
     def __init__(self, spec: DeviceSpec, n_devices: int):
         self._spec, self._flash = spec, FlashCosts(spec)
+        self._flops_per_s = dict[int, float]()  # by query heads that share a pass
         self.rates: dict[str, float] = {}
         self.latency_s: dict[str, float] = {}
         self._routes = [self._lay_out(device) for device in range(n_devices)]
@@ -122,7 +123,9 @@ class Links:
                 expected="a spec with one",
             )
         legs = self._passages(device, COMPUTE, size_bytes)
-        work, per_s = float(flop), min(accelerator.flops_per_s(group), _UNBOUND)
+        work, per_s = float(flop), self._flops_per_s.get(group)
+        if per_s is None:
+            per_s = self._flops_per_s[group] = min(accelerator.flops_per_s(group), _UNBOUND)
         if stream := accelerator.stream_bandwidth:
             least_s = size_bytes / stream.value
             if not work:

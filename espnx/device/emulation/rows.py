@@ -279,11 +279,9 @@ class EmulatedRowDevice(Part, Wrapper):
         def take(shown: torch.Tensor, some: np.ndarray) -> None:
             nonlocal end
             some = some.copy()
-            for piece in some:
-                size_bytes, begin = (
-                    layout.blocks(int(piece["n_rows"])) * layout.block_bytes,
-                    int(piece["offset_bytes"]),
-                )
+            sizes = -(-some["n_rows"] // layout.block_rows) * layout.block_bytes
+            for piece, size_bytes in zip(some, sizes.tolist(), strict=True):
+                begin = int(piece["offset_bytes"])
                 memory[end : end + size_bytes] = shown[begin : begin + size_bytes]
                 piece["offset_bytes"] = end
                 end += size_bytes

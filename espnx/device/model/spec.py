@@ -143,7 +143,7 @@ class Accelerator:
     set_up: Annotated[str, SET_UPS] | None = None
     set_up_time: Time | None = None
 
-    @property
+    @functools.cached_property
     def max_group(self) -> int:
         """The most query heads that share a pass; 0: it does not attend."""
         return max(self.rates, default=0)

@@ -283,7 +283,9 @@ class RowFileDevice(Part, ABC):
         pieces = dict[int, tuple[int, np.ndarray]]()
         table = np.empty(len(views), SEGMENT_READ)
         for row, view in enumerate(views):
-            segment = self.written(view.segment)
+            segment = view.segment
+            if not isinstance(segment, FileSegment) or segment.writing is not None:
+                segment = self.written(segment)
             heads = segment.heads
             piece, _ = pieces.setdefault(id(segment.every_sum), (len(pieces), segment.every_sum))
             table[row] = (

@@ -80,7 +80,7 @@ class SsdRowDevice(RowFileDevice):
         tensors = [torch.from_numpy(each) for each in sums]
         return int(
             self._stream.push(
-                layout.geometry(), torch.from_numpy(table.view(np.int64)), tensors, UNIT_BYTES
+                layout.geometry, torch.from_numpy(table.view(np.int64)), tensors, UNIT_BYTES
             )
         )
 

@@ -22,7 +22,6 @@ from ...device.command import Command, Part
 from ...device.cost.walk import walk
 from ...device.interface import Capabilities, DeviceStats, FilePath
 from ...device.kinds import PartKind, Verb
-from ...device.wrapper import Wrapper
 from ...storage.parse import Fields
 from ..filters import RowFilter
 from ..format import GraphSections
@@ -226,21 +225,22 @@ class GraphWalks(Part):
         self.index.close()
 
 
-class WalksTicket(Wrapper):
+class WalksTicket:
     """See `espnx.device.vectors.interface.Ticket`, and `GraphSearch`.
 
     Attributes:
+        partial, cancel: of the `GraphSearch`.
         stats: of finished walks; whole pages, but of the file of rows.
     """
 
     def __init__(self, device: GraphWalks, search: GraphSearch):
-        super().__init__(search)
-        self._device, self.stats = device, DeviceStats()
+        self._device, self._search, self.stats = device, search, DeviceStats()
+        self.partial, self.cancel = search.partial, search.cancel
         self._has_ended = False
 
     def finish(self) -> Neighbours:
         """See `GraphSearch.finish`."""
-        found: Neighbours = self._inner.finish()
+        found = self._search.finish()
         if not self._has_ended:
             self._has_ended = True
             self.stats = DeviceStats(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class Pending:
         """Additions that live."""
         return int(np.count_nonzero(self.lives))
 
-    @property
+    @cached_property
     def is_empty(self) -> bool:
         """Whether searches see the pages alone."""
         return not len(self.dead) and not self.lives.any()

@@ -105,7 +105,7 @@ class PageTier:
         last = first_sequence + queries.q.shape[0]
         return page_naming(
             queries,
-            layout.geometry(),
+            layout.geometry,
             PageTensors(self._k, self._v, self._seen, self._lse, self._stays, self._number),
             self._places[first_sequence:last],
             self.end,

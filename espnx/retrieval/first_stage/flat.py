@@ -3,13 +3,13 @@ stages that search their parts one beside the other share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from ...graph.filters import RowFilter
 from .interface import Allowed, Candidates
-from .ivf.search import top
+from .ties import top
 
 
 class FlatPart:
@@ -57,15 +57,6 @@ class FlatPart:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-
-
-def merged(each: Sequence[Candidates], count: int) -> Candidates:
-    """The `count` best of several lists of candidates."""
-    return top(
-        np.concatenate([np.empty(0, np.int64), *(numbers for numbers, _ in each)]),
-        np.concatenate([np.empty(0, np.float32), *(similarities for _, similarities in each)]),
-        count,
-    )
 
 
 def rows_allowed(allowed: Allowed, first_number: int, count: int) -> RowFilter:

@@ -25,7 +25,7 @@ from .devices import StageDevices, asked_of_devices
 from .fused import FusedStage
 from .interface import Documents, Entries, FirstStage, LoadedStage, StoredEntries
 from .registry import described, parse_stage, with_sparse_encoder
-from .ties import FirstOf, SettledStage, StageInFront
+from .ties import FirstOf, StageInFront, settled_stage
 
 _STAGES_MAX = 8
 
@@ -285,7 +285,7 @@ class LoadedSeveral(StageInFront):
                     expected=" or ".join(self.stages),
                     fix="build the index with it (first_stages=...)",
                 )
-        each = {kind: SettledStage(self.stages[kind], first_of) for kind in kinds}
+        each = {kind: settled_stage(self.stages[kind], first_of) for kind in kinds}
         return each[kinds[0]] if len(kinds) == 1 else FusedStage(each, fuse, first_of)
 
     def close(self) -> None:

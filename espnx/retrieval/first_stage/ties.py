@@ -1,6 +1,6 @@
-"""Candidates that score the same where a list ends: which of them it keeps is decided by their ids,
-never by where their records lie, so that a store ranks alike before and after it was compacted, in
-parts, and on several devices.
+"""Lists of candidates, ordered, merged and cut. Which of those that score the same at the end of a
+list it keeps is decided by their ids, never by where their records lie, so that a store ranks alike
+before and after it was compacted, in parts, and on several devices.
 
 A stage hands on the best by record number. Where the last of them scores as the next one does, it
 is asked for more, until it has handed on all that do. A walk over a graph cannot do that: which of
@@ -21,6 +21,29 @@ from .interface import Allowed, Candidates, LoadedStage, StageReads, StageSearch
 FirstOf = Callable[[np.ndarray, int], np.ndarray]
 _MORE = 32  # asked for beyond what is wanted: most ties end there
 _TIMES = 16  # as many candidates, when a stage is asked again
+
+
+def top(numbers: np.ndarray, scores: np.ndarray, count: int) -> Candidates:
+    """The `count` best by (score, then lower number), so that ties never depend on scan order."""
+    # FAISS's own answers come in order, but for equal scores
+    if not (scores[1:] < scores[:-1]).all():
+        # Stable: runs that are in order merge in linear time, and numbers decide only where scores
+        # are equal.
+        order = np.argsort(-scores, kind="stable")
+        numbers, scores = numbers[order], scores[order]
+        if (scores[1:] == scores[:-1]).any():
+            order = np.lexsort((numbers, -scores))
+            numbers, scores = numbers[order], scores[order]
+    return numbers[:count], scores[:count]
+
+
+def merged(each: Sequence[Candidates], count: int) -> Candidates:
+    """The `count` best of several lists of candidates."""
+    return top(
+        np.concatenate([np.empty(0, np.int64), *(numbers for numbers, _ in each)]),
+        np.concatenate([np.empty(0, np.float32), *(similarities for _, similarities in each)]),
+        count,
+    )
 
 
 def settled(found: Candidates, count: int, first_of: FirstOf) -> Candidates:
@@ -97,9 +120,13 @@ class StageInFront:
     def close(self) -> None: ...
 
 
-class SettledStage(StageInFront):
-    """One whose lists end as the module says."""
+def settled_stage(stage: LoadedStage, first_of: FirstOf) -> LoadedStage:
+    """A stage whose lists end as the module says; the same one where it cannot find what scores
+    alike."""
+    return _SettledStage(stage, first_of) if stage.finds_equals else stage
 
+
+class _SettledStage(StageInFront):
     def __init__(self, stage: LoadedStage, first_of: FirstOf):
         super().__init__(stage)
         self._first_of = first_of
@@ -113,7 +140,7 @@ class SettledStage(StageInFront):
         at_least: int = 0,
         deadline_s: float = 30.0,
     ) -> StageSearch:
-        if not self.stage.finds_equals or not candidates:
+        if not candidates:
             return super().start(queries, candidates, effort, allowed, at_least, deadline_s)
 
         def begin(some: Sequence[Any], count: int) -> StageSearch:
@@ -145,7 +172,7 @@ class SettledSearch:
             first_of,
         )
         self._search = begin(queries, candidates + _MORE)
-        self._again = StageReads()
+        self._again: list[StageReads] = []
 
     def advance(self, share: float) -> list[Candidates]:
         return [
@@ -167,9 +194,9 @@ class SettledSearch:
             asked *= _TIMES
             search = self._begin([query], asked)
             (found,) = search.complete()
-            self._again += search.reads
+            self._again.append(search.reads)
         return found
 
     @property
     def reads(self) -> StageReads:
-        return self._search.reads + self._again
+        return sum(self._again, self._search.reads)

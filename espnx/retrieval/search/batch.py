@@ -23,6 +23,7 @@ import numpy as np
 
 from ...device.interface import DeviceStats
 from ...device.records.score import score
+from ..first_stage.fused import FusedSearch
 from ..first_stage.interface import Allowed, Candidates, StageReads
 from ..first_stage.ties import settled
 from ..store.tier import Tier
@@ -135,7 +136,7 @@ def _plan(
     is_alone: bool,
 ) -> BatchPlan:
     allowed = version.filters.allowed(options.include, options.exclude)
-    candidates = min(options.wanted, version.store.manifest.end_number)
+    candidates = min(options.wanted, version.end_number)
     # Who names a number of lists wants no more of them, as long as they hold k documents.
     at_least = (
         candidates if options.effort is None or allowed is not None else min(options.k, candidates)
@@ -217,7 +218,7 @@ class QueryBatch:
             return TierScoring(
                 tier,
                 self.queries,
-                gap_bytes=version.cost.gap_bytes,
+                gap_bytes=version.gap_bytes,
                 deadline_s=deadline_s,
                 hot=version.hot,
             )
@@ -253,7 +254,11 @@ class QueryBatch:
             self._ask(early, is_last=False)
             self._tell(early, step)
         self._final = search.complete()
-        self._by_stage = self._stage.by_stage(search, self._final)
+        self._by_stage = (
+            search.found
+            if isinstance(search, FusedSearch)
+            else [{self._stage.kinds[0]: found} for found in self._final]
+        )
         self._stage_reads = search.reads
         complete = time.perf_counter()
         self.timings.prefetch_budget_s = complete - begun - self.timings.delta_s

@@ -3,14 +3,14 @@ some of them fused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ... import errors
-from ..first_stage.fused import FusedSearch, FusedStage
-from ..first_stage.interface import Candidates, FirstStage, LoadedStage, StageSearch
+from ..first_stage.fused import FusedStage
+from ..first_stage.interface import FirstStage, LoadedStage
 from ..first_stage.several import LoadedSeveral, SeveralStages
-from ..first_stage.ties import FirstOf, SettledStage
+from ..first_stage.ties import FirstOf, settled_stage
 from .prefetch import PrefetchPolicy
 
 
@@ -45,7 +45,7 @@ class ChosenStage:
         if isinstance(loaded, LoadedSeveral):
             chosen = loaded.chosen(named, fuse, first_of)
         elif named == (stage.kind,):
-            chosen = SettledStage(loaded, first_of)
+            chosen = settled_stage(loaded, first_of)
         else:
             raise errors.InvalidInputError(
                 "first_stage",
@@ -57,13 +57,3 @@ class ChosenStage:
             each.is_cls_similarity for each in each if each.kind == named[0]
         )
         return cls(named, chosen, is_cls, PrefetchPolicy(chosen.hit_rates))
-
-    def by_stage(
-        self, search: StageSearch, final: list[Candidates]
-    ) -> list[Mapping[str, Candidates]]:
-        """What each stage has found for each query, once the search is complete."""
-        return (
-            search.found
-            if isinstance(search, FusedSearch)
-            else [{self.kinds[0]: found} for found in final]
-        )

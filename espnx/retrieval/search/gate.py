@@ -1,4 +1,5 @@
-"""SearchGate of concurrent callers: so many at a time, and whether one is alone.
+"""The gate through which concurrent callers come to an index: so many at a time, whether one is
+alone, and none once the index is closed.
 
 Alone, a search uses the whole machine: it scans with several threads and may read ahead. Beside
 others, their work fills what it leaves.
@@ -6,14 +7,23 @@ others, their work fills what it leaves.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from ... import errors
+from ...forks import check_own
+
 
 class SearchGate:
     """A context manager for each search; entering gives whether no other is under way. Callers
-    beyond `most` wait for their turn."""
+    beyond `most` wait for their turn. Entering raises what `check_open` does.
+
+    Attributes:
+        process: that opened the index.
+        is_closed: whether it is closed.
+    """
 
     def __init__(self, most: int):
         self._most, self._slots = most, threading.BoundedSemaphore(most)
@@ -21,9 +31,21 @@ class SearchGate:
         self._active = 0
         self._began = 0  # ever
         self._of_thread = threading.local()
+        self.process, self.is_closed = os.getpid(), False
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError where the index is closed, InvalidInputError in a child of the
+        process that opened it."""
+        check_own(self.process, "the index")
+        if self.is_closed:
+            raise errors.EngineClosedError("the index is closed", fix="open it again")
 
     def __enter__(self) -> bool:
+        self.check_open()
         self._slots.acquire()
+        if self.is_closed:  # it was closed before our turn came
+            self._slots.release()
+            self.check_open()
         with self._lock:
             self._active += 1
             self._began += 1

@@ -143,11 +143,11 @@ class Index(OpenIndex):
                 encoder: the index stays as it is.
         """
         with self._versions.changing:
-            self._check_open()
+            self._gate.check_open()
             return self._versions.reload(self._queries.check)
 
     def __reduce__(self) -> tuple[object, ...]:
-        self._check_open()
+        self._gate.check_open()
         return _reopened, (os.path.abspath(self._path), _picklable(self._given))
 
     @overload
@@ -231,7 +231,7 @@ class Index(OpenIndex):
             ReadError, ChecksumError, DeadlineExceededError, ...: nothing is ranked on bytes that
                 are not right. The index stays usable.
         """
-        self._check_open()
+        self._gate.check_open()
         options = SearchOptions(
             k,
             candidates,
@@ -248,7 +248,9 @@ class Index(OpenIndex):
             fuse,
             on_candidates,
         )
-        results = self._search(listed(queries, self.store.manifest.encoder), options)
+        results = self._search(
+            listed(queries, self._versions.newest.store.manifest.encoder), options
+        )
         if isinstance(queries, Mapping):
             return dict(zip(queries, results, strict=True))
         return results[0] if isinstance(queries, (str, Encoded)) else results
@@ -263,7 +265,6 @@ class Index(OpenIndex):
             )
             encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
             with self._gate as is_alone:
-                self._check_open()  # it may have been closed before our turn came
                 if options.is_cascade:
                     version.coarse_tier("cascade")
                 if options.candidates is None:

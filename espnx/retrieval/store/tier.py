@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...device.interface import Pairs, RecordDevice, RecordQuery, RecordTicket
+from ...device.interface import RecordDevice
 from ...device.record_layout import RecordLayout, RecordSchema
 from ...ops.maxsim import Codebook
-from ...storage.engine import DEFAULT_DEADLINE_S, FileHandle, Future
+from ...storage.engine import FileHandle
 
 
 class Tier(RecordLayout):
@@ -20,6 +20,10 @@ class Tier(RecordLayout):
         device: has opened `files`, and keeps their records from now on; stays the caller's.
         schema, n_tokens, group_offset_bytes, segment_begin, files, salt, codebook: as for
             `RecordLayout`.
+
+    Attributes:
+        maxsim, read, release: of the `KeptRecords` that the device has made of them. What `read`
+            brings must pass `check` before it is used.
     """
 
     def __init__(
@@ -37,31 +41,5 @@ class Tier(RecordLayout):
         super().__init__(
             schema, n_tokens, group_offset_bytes, segment_begin, files, salt=salt, codebook=codebook
         )
-        self._kept = device.keep_records(self)
-
-    def maxsim(
-        self,
-        numbers: np.ndarray,
-        queries: Sequence[RecordQuery],
-        pairs: Pairs | None = None,
-        *,
-        gap_bytes: int = 0,
-        is_urgent: bool = True,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> RecordTicket:
-        """Starts scoring records where they are; see
-        `espnx.device.interface.KeptRecords.maxsim`."""
-        return self._kept.maxsim(
-            numbers, queries, pairs, gap_bytes=gap_bytes, is_urgent=is_urgent, deadline_s=deadline_s
-        )
-
-    def read(
-        self, numbers: np.ndarray, *, gap_bytes: int, deadline_s: float = DEFAULT_DEADLINE_S
-    ) -> Future:
-        """Starts reading records; item i of the future is record `numbers[i]`. What arrives must
-        pass `check` before it is used."""
-        return self._kept.read(numbers, gap_bytes=gap_bytes, deadline_s=deadline_s)
-
-    def release(self) -> None:
-        """Nobody will ask for its records again."""
-        self._kept.release()
+        kept = device.keep_records(self)
+        self.maxsim, self.read, self.release = kept.maxsim, kept.read, kept.release

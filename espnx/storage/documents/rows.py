@@ -243,9 +243,10 @@ class PartTexts:
         self, file: FileHandle, offsets: np.ndarray, sizes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """(bytes, where each range begins in them)."""
-        plan = Plan.of(
-            file,
-            torch.from_numpy(offsets.astype(np.int64)),
+        offset_bytes = torch.from_numpy(offsets.astype(np.int64))
+        plan = Plan(
+            torch.full_like(offset_bytes, file.number),
+            offset_bytes,
             torch.from_numpy(sizes.astype(np.int64)),
         )
         future = self._engine.read(plan, gap_bytes=16 << 10)

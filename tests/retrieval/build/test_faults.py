@@ -25,7 +25,6 @@ import espnx
 from espnx import errors
 from espnx.device.interface import RecordTicket
 from espnx.retrieval.search.result import Hit
-from espnx.retrieval.store.tier import Tier
 from espnx.storage import FaultRule, NativeEngine
 from tests.retrieval.common import EVERYTHING, build, check_store, corpus, queries
 from tests.storage.common import open_descriptors, patiently, until
@@ -284,15 +283,15 @@ def test_a_failed_search_calls_its_prefetch_off(
         "error", operation="read", path="*segment*", begin_bytes=vectors, nth=2, count=1
     )
     engine = NativeEngine(rules=[hangs, fails])
-    maxsim = Tier.maxsim
 
     def prefetch_hangs_first(*arguments: Any, **options: Any) -> RecordTicket:
         ticket = maxsim(*arguments, **options)
         assert until(lambda: engine.stats().fault_hits)
         return ticket
 
-    monkeypatch.setattr(Tier, "maxsim", prefetch_hangs_first)
     with espnx.open(known.parent / "plain", engine=engine) as index:
+        maxsim = index.store.full.maxsim
+        monkeypatch.setattr(index.store.full, "maxsim", prefetch_hangs_first)
         with pytest.raises(errors.ReadError, match="Input/output error"):
             index.search(queries(1)[0], candidates=EVERYTHING, nprobe=EVERYTHING, prefetch_step=0.5)
         begun = time.monotonic()

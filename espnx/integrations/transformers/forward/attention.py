@@ -121,9 +121,9 @@ def espnx_attention(
         else is_causal
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    rules, layer = (
-        ScoreRules(soft_cap=kwargs.get("softcap"), sinks=kwargs.get("s_aux")),
-        layer_of(key),
+    soft_cap, sinks, layer = kwargs.get("softcap"), kwargs.get("s_aux"), layer_of(key)
+    rules = (
+        PLAIN if soft_cap is None and sinks is None else ScoreRules(soft_cap=soft_cap, sinks=sinks)
     )
     if layer is not None:
         if said.window is not None or not (causal or query.shape[2] == 1):

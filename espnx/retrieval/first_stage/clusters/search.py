@@ -17,9 +17,9 @@ from ....device.clusters.nearest import nearest
 from ....device.vectors.interface import REPLY, DistanceTicket
 from ....storage import NativeEngine
 from ...encoder import Encoded
-from ..flat import FlatPart, merged
+from ..flat import FlatPart
 from ..interface import Allowed, Candidates, StageReads
-from ..ivf.search import top
+from ..ties import merged, top
 from .part import ClusterPart
 
 #: Of a search whose caller names no number: each costs a share of a list.

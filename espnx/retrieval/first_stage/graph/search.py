@@ -15,9 +15,9 @@ from ....graph.devices.walks import WalksTicket
 from ....graph.filters import RowFilter
 from ....graph.search.asked import LIST_SIZE_MAX
 from ...encoder import Encoded
-from ..flat import FlatPart, merged, rows_allowed
+from ..flat import FlatPart, rows_allowed
 from ..interface import Allowed, Candidates, StageReads
-from ..ivf.search import top
+from ..ties import merged, top
 
 #: Of a search whose caller names no number: each costs about a read.
 DEFAULT_CANDIDATES = 100
@@ -219,17 +219,15 @@ class GraphStageSearch:
         return self._together([_found(part, *walk.partial(pages)) for part, walk in self._walks])
 
     def complete(self) -> list[Candidates]:
-        each = []
+        each, requests, moved_bytes, device_bytes = [], 0, 0, 0
         for part, walk in self._walks:
             walked = walk.finish()
             self.pages += int(walked.pages.sum()) + walked.shared_pages
-            requests, moved_bytes = (
-                int((walked.pages + walked.code_pages).sum()) + walked.shared_pages,
-                walked.total_bytes,
-            )
-            on_device = moved_bytes if part.is_on_device else 0
-            self.reads += StageReads(requests, moved_bytes, moved_bytes, on_device)
+            requests += int((walked.pages + walked.code_pages).sum()) + walked.shared_pages
+            moved_bytes += walked.total_bytes
+            device_bytes += walked.total_bytes if part.is_on_device else 0
             each.append(_found(part, walked.ids, walked.distances))
+        self.reads = StageReads(requests, moved_bytes, moved_bytes, device_bytes)
         return self._together(each)
 
     def _together(self, walked: list[list[Candidates]]) -> list[Candidates]:

@@ -11,7 +11,8 @@ import numpy as np
 from .... import errors
 from ....ops.quantise import load_faiss
 from ..interface import Candidates
-from .search import LoadedIvf, merge, top
+from ..ties import merged, top
+from .search import LoadedIvf
 
 #: What a GPU index takes at a time: lists, and results.
 LISTS_MAX = RESULTS_MAX = 2048
@@ -85,7 +86,7 @@ class GpuLoadedIvf(LoadedIvf):
         ]
         if len(parts) == 1:
             return parts[0]
-        return [merge(found, count) for found in zip(*parts, strict=True)]
+        return [merged(found, count) for found in zip(*parts, strict=True)]
 
     def _scan_on_gpu(
         self, vectors: np.ndarray, lists: np.ndarray, distances: np.ndarray, count: int

@@ -9,7 +9,7 @@ changed by a search, so that any number of threads may search.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ import numpy as np
 from ....ops.quantise import load_faiss
 from ...encoder import Encoded
 from ..interface import CANDIDATES, Allowed, Candidates, StageReads
+from ..ties import merged, top
 
 #: Asked of FAISS beyond what is wanted: among equal similarities at the last place it keeps
 #: whichever it meets first, we the lowest number.
@@ -108,20 +109,6 @@ class ListCounts:
         return min(len(self._fewest), max(nprobe, enough))
 
 
-def top(numbers: np.ndarray, scores: np.ndarray, count: int) -> Candidates:
-    """The `count` best by (score, then lower number), so that ties never depend on scan order."""
-    # FAISS's own answers come in order, but for equal scores
-    if not (scores[1:] < scores[:-1]).all():
-        # Stable: runs that are in order merge in linear time, and numbers decide only where scores
-        # are equal.
-        order = np.argsort(-scores, kind="stable")
-        numbers, scores = numbers[order], scores[order]
-        if (scores[1:] == scores[:-1]).any():
-            order = np.lexsort((numbers, -scores))
-            numbers, scores = numbers[order], scores[order]
-    return numbers[:count], scores[:count]
-
-
 class IvfSearch:
     """See `StageSearch`."""
 
@@ -159,7 +146,7 @@ class IvfSearch:
             )
             if self._done:
                 new = [
-                    merge(pair, self._candidates + _SLACK)
+                    merged(pair, self._candidates + _SLACK)
                     for pair in zip(self._found, new, strict=True)
                 ]
             self._found, self._done = new, end
@@ -174,11 +161,6 @@ class IvfSearch:
     @property
     def reads(self) -> StageReads:
         return StageReads()
-
-
-def merge(parts: Iterable[Candidates], count: int) -> Candidates:
-    numbers, scores = zip(*parts, strict=True)
-    return top(np.concatenate(numbers), np.concatenate(scores), count)
 
 
 class LoadedIvf:
@@ -369,7 +351,7 @@ class LoadedIvf:
             self._scan_part(vectors, lists[:, parts[0]], distances[:, parts[0]], count, selector),
             *(task.result() for task in tasks),
         ]
-        return [merge(candidates, count) for candidates in zip(*results, strict=True)]
+        return [merged(candidates, count) for candidates in zip(*results, strict=True)]
 
     def _scan_part(
         self,

@@ -14,7 +14,6 @@ import torch
 from .... import errors
 from ....device.interface import RecordDevice
 from ....device.registry import Devices
-from ....forks import check_own
 from ....sizes import format_size
 from ....storage import Engine
 from ....storage.documents.ids import DocumentId, document_id, document_ids
@@ -46,7 +45,7 @@ class OpenIndex:
         engine: str | os.PathLike[str] | Engine,
         device: RecordDevice | Devices | None,
     ):
-        self._path, self._closed, self._process = path, False, os.getpid()
+        self._path = path
         self.compute: torch.device = options.compute
         self._gate = SearchGate(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
         with ExitStack() as opened:
@@ -97,7 +96,7 @@ class OpenIndex:
     def __repr__(self) -> str:
         state = (
             "closed"
-            if self._closed
+            if self._gate.is_closed
             else f"{len(self):,} documents, generation {self.store.manifest.generation}"
         )
         return f"<Index {self._path!r}: {state}>"
@@ -105,7 +104,7 @@ class OpenIndex:
     def summary(self) -> str:
         """What the store holds, its sizes on disk and in memory, and how it is searched here: a
         table of several lines."""
-        self._check_open()
+        self._gate.check_open()
         with self._versions.current() as version:
             held = {
                 name: size
@@ -155,7 +154,6 @@ class OpenIndex:
         with self._versions.current() as version:
             for numbers in alive_numbers(version.store):
                 with self._gate:
-                    self._check_open()
                     rows = version.store.texts.get(numbers.tolist())
                 yield from (identifier for identifier, _ in rows)
 
@@ -166,20 +164,14 @@ class OpenIndex:
     def _reading(self) -> Iterator[OpenVersion]:
         """The newest version, while it is our turn."""
         with self._gate, self._versions.current() as version:
-            self._check_open()
             yield version
-
-    def _check_open(self) -> None:
-        check_own(self._process, "the index")
-        if self._closed:
-            raise errors.EngineClosedError("the index is closed", fix="open it again")
 
     def close(self) -> None:
         """Searches under way are finished first; later ones raise EngineClosedError. In a child
         after fork() nothing is done."""
-        if os.getpid() != self._process:
+        if os.getpid() != self._gate.process:
             return
-        self._closed = True
+        self._gate.is_closed = True
         with self._versions.changing, self._gate.none():
             self._opened.close()
 

@@ -98,6 +98,10 @@ class OpenVersion:
         path: the store's directory.
         devices: what reads and scores; they stay the caller's.
 
+    Attributes:
+        end_number: record numbers lie below it.
+        cost, gap_bytes: of the device's reads; and which holes between records they read through.
+
     Raises:
         what `EmbeddingStore` raises; InvalidInputError; PathUnavailableError.
     """
@@ -111,14 +115,16 @@ class OpenVersion:
             opened.callback(self.first_stage.close)
             self.filters = Filters(self.store)
             base = self.store.parts[0].count if self.store.parts else 0
+            self.end_number = self.store.manifest.end_number
             self.cost = measure(self.store.full, base) if options.cost is None else options.cost
+            self.gap_bytes = self.cost.gap_bytes
             if options.hot_bytes and not devices.records.capabilities.hands_out_records:
                 raise errors.InvalidInputError(
                     "hot", got="a device that keeps its records to itself", fix="hot=0"
                 )
             self.hot = (
                 HotRecords(self.store.full, options.hot_bytes)
-                if options.hot_bytes and self.store.manifest.end_number
+                if options.hot_bytes and self.end_number
                 else None
             )
             self.ram_tier = (
@@ -151,7 +157,7 @@ class OpenVersion:
             if cost in (options.cost, DeviceCost())
             else "measured"
         )
-        rates = (how, 1e6 * cost.request_s, cost.bytes_per_s / 1e9, cost.gap_bytes >> 10)
+        rates = (how, 1e6 * cost.request_s, cost.bytes_per_s / 1e9, self.gap_bytes >> 10)
         log.debug(
             "reads cost (%s) %.1f us each and a second for %.2f GB, so holes up to %d KiB are read "
             "through",
