@@ -144,6 +144,17 @@ def small_row_files() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def short_graces() -> Iterator[None]:
+    """Graphs that are closed wait a tenth of a second for reads that never end, and not a whole
+    one."""
+    from espnx.graph.search import version
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(version, "_GRACE_S", 0.1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Models this small are faster so, the more on a machine that has other work."""

@@ -22,7 +22,7 @@ from espnx.device.row_layout import RowLayout
 from tests.forks import forking
 
 HERE = "tests.device.test_verify"
-DEADLINE_S = 2.5
+DEADLINE_S = 1.2
 
 
 class HangsRarely(RamRows):
@@ -52,7 +52,7 @@ def dies(device: NearStorageDevice, lives: Callable[[], None]) -> None:
 
 def is_slow(device: NearStorageDevice, lives: Callable[[], None]) -> Found:
     """Longer than the deadline, and alive."""
-    for _ in range(6):
+    for _ in range(5):
         time.sleep(DEADLINE_S / 4)
         lives()
     return Found("ok", "slow")

@@ -203,8 +203,9 @@ def test_deadline_puts_memory_in_quarantine_until_the_read_completes(
     # three blocks are out: the next read of two cannot lie there
     engine = make(stub, arena_bytes=16 * KIB)
     file = engine.open(path)
-    # by then all three are with the device
-    future = engine.read(Plan.of(file, [0, 41_000, 80_000], [10, 10, 10]), deadline_s=1.0)
+    future = engine.read(Plan.of(file, [0, 41_000, 80_000], [10, 10, 10]))
+    until(lambda: stub.busy() == 1 and engine.stats().in_flight == 1)
+    future._transfer.deadline = time.monotonic()  # two have come
     with pytest.raises(errors.DeadlineExceededError) as caught:
         future.wait()
     assert (caught.value.path, caught.value.offset_bytes) == (str(path), 40_960)
@@ -236,8 +237,11 @@ def test_deadline_of_a_large_read(make: MakeEngine, tmp_path: Path) -> None:
     stub = CuFileStub(rules=[Rule("never", match=lambda o, s: s == 128 * KIB, count=2)])
     engine = make(stub, batch_bytes=64 * KIB, large_bytes=128 * KIB, threads=2)
     file = engine.open(path)
+    future = engine.read(Plan.of(file, [0], [300_000]))
+    until(lambda: stub.busy() == 2)
+    future._transfer.deadline = time.monotonic()
     with pytest.raises(errors.DeadlineExceededError):
-        engine.read(Plan.of(file, [0], [300_000]), deadline_s=1.0).wait()
+        future.wait()
     assert engine.stats().quarantined_buffers == 1
     again = engine.read(Plan.of(file, [10], [300_000]))
     assert items_of(again.wait(), again.position_bytes, [300_000]) == [data[10:300_010]]
