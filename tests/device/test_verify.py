@@ -119,9 +119,14 @@ class DiesAtOnce(NearStorageDevice):
         os._exit(7)
 
 
-def test_a_device_that_cannot_be_opened(folder: Path) -> None:
-    with pytest.raises(errors.MissingDependencyError, match="cannot be loaded") as caught:
-        run(f"{HERE}:Missing", folder)
+def test_a_device_that_cannot_be_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second in a process that is started as users have it."""
+    with monkeypatch.context() as patch:
+        patch.setattr("espnx.device.conformance.verify.get_context", lambda _: forking())
+        with pytest.raises(errors.MissingDependencyError, match="cannot be loaded") as caught:
+            run(f"{HERE}:Missing", folder)
     assert caught.value.expected == f"{HERE}:Missing"
     (found,) = run(f"{HERE}:DiesAtOnce", folder)
     assert (found.check, found.outcome, found.message) == (
