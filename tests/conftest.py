@@ -106,10 +106,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def open_forks() -> Iterator[Callable[[str], Forks]]:
+def open_forks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], Forks]]:
     """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for
     it."""
-    with forks() as open_module:
+    folder = tmp_path_factory.getbasetemp()
+    is_one_of_several = "PYTEST_XDIST_WORKER" in os.environ
+    with forks(folder.parent if is_one_of_several else folder) as open_module:
         yield functools.cache(open_module)
 
 
