@@ -238,7 +238,7 @@ def test_deadline_of_a_large_read(make: MakeEngine, tmp_path: Path) -> None:
     engine = make(stub, batch_bytes=64 * KIB, large_bytes=128 * KIB, threads=2)
     file = engine.open(path)
     future = engine.read(Plan.of(file, [0], [300_000]))
-    until(lambda: stub.busy() == 2)
+    until(lambda: stub.count("read") == 2)
     future._transfer.deadline = time.monotonic()
     with pytest.raises(errors.DeadlineExceededError):
         future.wait()
