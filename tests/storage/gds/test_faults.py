@@ -16,7 +16,7 @@ from espnx import errors
 from espnx.ops import crc32c_ranges
 from espnx.storage import Plan
 from espnx.storage.gds import cufile as gds_driver
-from espnx.storage.gds import loop
+from espnx.storage.gds import loop, transfer
 from espnx.storage.gds.loop import left_behind
 from espnx.storage.gds.piece import IDLE_RETRIES
 from tests.storage.gds.common import KIB, MakeEngine, items_of, make, stub_of, until, write_file
@@ -255,7 +255,8 @@ def test_a_submission_that_does_not_return(
     """It holds the engine's thread: reads end at their deadline all the same, and closing leaves
     the thread, its memory and its files behind."""
     path, _ = write_file(tmp_path, 100_000)
-    monkeypatch.setattr(loop, "_LAST_CALLS_S", 0.3)
+    monkeypatch.setattr(loop, "_LAST_CALLS_S", 0.2)
+    monkeypatch.setattr(transfer, "_LOOK_LIMIT_S", 0.1)
     armed, entered, released = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(CuFileStub):
@@ -269,11 +270,11 @@ def test_a_submission_that_does_not_return(
     engine = make(stub)
     file, unused = engine.open(path), engine.open(path)
     armed.set()  # opening reads the first bytes, too
-    future = engine.read(Plan.of(file, [0], [4096]), deadline_s=0.3)
+    future = engine.read(Plan.of(file, [0], [4096]), deadline_s=0.1)
     assert entered.wait(10)
     with pytest.raises(errors.DeadlineExceededError):
         future.wait()
-    waiting = engine.read(Plan.of(file, [8192], [10]), deadline_s=0.2)
+    waiting = engine.read(Plan.of(file, [8192], [10]), deadline_s=0.1)
     with pytest.raises(errors.DeadlineExceededError):
         waiting.wait()
     begun = time.monotonic()
