@@ -106,9 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def open_forks(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[str], Forks]]:
+def open_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forks]]:
     """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for
     it."""
     folder = tmp_path_factory.getbasetemp()

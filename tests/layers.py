@@ -190,18 +190,34 @@ def statements(tree: ast.Module) -> Iterator[ast.AST]:
                 waiting += block
 
 
-def imported(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, str, int]]:
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node, in no order, in half of the time that `ast.walk` takes."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                waiting.append(value)
+            elif type(value) is list:
+                waiting += [each for each in value if isinstance(each, ast.AST)]
+
+
+@functools.cache
+def imported(source: str, module: str, *, is_package: bool) -> list[tuple[str, str, int]]:
     """(the module, the name that is taken from it or "", the line) of every import statement."""
+    found: list[tuple[str, str, int]] = []
     for node in statements(parsed(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "", node.lineno) for alias in node.names)
+            found += ((alias.name, "", node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = module.split(".") if is_package else module.split(".")[:-1]
                 parents = package[: len(package) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
-            yield from ((base, alias.name, node.lineno) for alias in node.names)
+            found += ((base, alias.name, node.lineno) for alias in node.names)
+    return found
 
 
 #: Modules, or rooms, and what each of them imports.

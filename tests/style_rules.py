@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Iterator
 
-from tests.layers import statements
+from tests.layers import statements, walk
 
 LINE_MAX = 100
 SHELL_LINE_MAX = 140  # a command stays a line
@@ -57,7 +57,10 @@ FRAGMENT = re.compile(r"(?:Of|Where|As|For|That|In|By|From|With|Than|To|On|At|Un
 #: first; and what to say instead.
 PHRASES = {
     re.compile(r"\bfor" + r" ever\b", re.I): ("r ev" + "er", "forever"),
-    re.compile(r"\b(?:go|goes|going|gone|went) on" + r" with\b", re.I): (" on wi" + "th", "continue"),
+    re.compile(r"\b(?:go|goes|going|gone|went) on" + r" with\b", re.I): (
+        " on wi" + "th",
+        "continue",
+    ),
     re.compile(r"\b(?:is|are) vo" + r"id\b"): (" vo" + "id", "invalid"),
     re.compile(r"\bin va" + r"in\b"): ("in va" + "in", "for nothing"),
     re.compile(r"\b(?:that|which) (?:\w+ )?\w+ (?:has|have)" + r" not[.,;]"): (
@@ -127,7 +130,7 @@ def python_complaints(
         yield 1, "no docstring that says what the file is"
     # calls stand in expressions, which most files need not be looked through for
     has_calls = TORCH_LOAD.search(text) or (not may_print and PRINT.search(text))
-    for node in ast.walk(tree) if has_calls else statements(tree):
+    for node in walk(tree) if has_calls else statements(tree):
         if type(node) not in LOOKED_AT:
             continue
         if isinstance(node, DEFINITIONS):

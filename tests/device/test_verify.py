@@ -119,9 +119,7 @@ class DiesAtOnce(NearStorageDevice):
         os._exit(7)
 
 
-def test_a_device_that_cannot_be_opened(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_cannot_be_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second in a process that is started as users have it."""
     with monkeypatch.context() as patch:
         patch.setattr("espnx.device.conformance.verify.get_context", lambda _: forking())
