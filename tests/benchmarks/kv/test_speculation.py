@@ -42,6 +42,8 @@ LLAMA = {
 CONTEXT, POSITIONS = 300, 20
 DRAFTS = [name for name in SYSTEMS if name != ONE_BY_ONE]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def short(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
