@@ -59,8 +59,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: no garbage collection looks at them again, nor at the
-    little that is garbage by now: to look for it takes most of a second."""
+    """Modules and tests stay to the end: no garbage collection looks at them again. Nor at what is
+    garbage by now, an eighth of all objects, which it takes most of a second to find."""
     gc.freeze()
 
 

@@ -190,19 +190,6 @@ def statements(tree: ast.Module) -> Iterator[ast.AST]:
                 waiting += block
 
 
-def walk(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node, in no order, in half of the time that `ast.walk` takes."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for value in vars(node).values():
-            if isinstance(value, ast.AST):
-                waiting.append(value)
-            elif type(value) is list:
-                waiting += [each for each in value if isinstance(each, ast.AST)]
-
-
 @functools.cache
 def imported(source: str, module: str, *, is_package: bool) -> list[tuple[str, str, int]]:
     """(the module, the name that is taken from it or "", the line) of every import statement."""

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from espnx import _HOME
-from tests.layers import NATIVE_USERS, ROOT, imported, modules, parsed, walk
+from tests.layers import NATIVE_USERS, ROOT, imported, modules, parsed
 
 #: Rules of the whole tree, which no graph of imports knows: they are always run.
 ALWAYS = [
@@ -110,7 +110,7 @@ def edges(paths: list[str]) -> dict[str, set[str]]:
             )
             targets |= {homes[name]} if base == "espnx" and name in homes else set()
         if path.startswith(("tests/", "espnx/cli/")):
-            for node in walk(parsed(text)):
+            for node in ast.walk(parsed(text)):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     targets |= named.get(node.value.partition(":")[0].rpartition("/")[2], set())
         found[path] = targets - {path, "espnx/__init__.py"}

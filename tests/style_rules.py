@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Iterator
 
-from tests.layers import statements, walk
+from tests.layers import statements
 
 LINE_MAX = 100
 SHELL_LINE_MAX = 140  # a command stays a line
@@ -130,7 +130,7 @@ def python_complaints(
         yield 1, "no docstring that says what the file is"
     # calls stand in expressions, which most files need not be looked through for
     has_calls = TORCH_LOAD.search(text) or (not may_print and PRINT.search(text))
-    for node in walk(tree) if has_calls else statements(tree):
+    for node in ast.walk(tree) if has_calls else statements(tree):
         if type(node) not in LOOKED_AT:
             continue
         if isinstance(node, DEFINITIONS):
