@@ -798,6 +798,7 @@ class GraphSearchOptions:
         threads: int,
         walks: int,
         code_cache_bytes: int,
+        grace_s: float = 1.0,
         rules: Sequence[dict[str, Any]],
         seed: int,
     ) -> None: ...

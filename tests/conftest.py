@@ -59,8 +59,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: no garbage collection looks at them again."""
-    gc.collect()
+    """Modules and tests stay to the end: no garbage collection looks at them again. Nor at what is
+    garbage by now, an eighth of all objects, which it takes most of a second to find."""
     gc.freeze()
 
 
@@ -106,10 +106,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def open_forks() -> Iterator[Callable[[str], Forks]]:
+def open_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forks]]:
     """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for
     it."""
-    with forks() as open_module:
+    folder = tmp_path_factory.getbasetemp()
+    is_one_of_several = "PYTEST_XDIST_WORKER" in os.environ
+    with forks(folder.parent if is_one_of_several else folder) as open_module:
         yield functools.cache(open_module)
 
 
@@ -141,6 +143,17 @@ def small_row_files() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extents, "_GROW_BYTES", 1 << 20)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_graces() -> Iterator[None]:
+    """Graphs that are closed wait a tenth of a second for reads that never end, and not a whole
+    one."""
+    from espnx.graph.search import version
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(version, "_GRACE_S", 0.1)
         yield
 
 

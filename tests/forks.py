@@ -3,12 +3,14 @@ everything and started no thread, and not from the test process itself, whose th
 not have.
 
 A module of jobs says in `PACKAGES` what its jobs import, and in `jobs` what it prepares before it
-calls `serve`; tests open it with `forks`. The processes of all modules are forked from one that
-imports what any of them needs: once, when the first of them is asked for.
+calls `serve`; tests open it with `forks`. The processes of all modules are forked from one, for all
+processes of a parallel run, that imports what any of them needs: once, when the first of them is
+asked for.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import json
@@ -19,16 +21,18 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Says who connects in place of a module's name, and is no module's.
+STAY = "."
+NOBODY_S = 60.0  # that who has begun it may take to connect
 
 
 def killed_at(owner: Any, name: str, nth: int, after: bool) -> None:
@@ -103,7 +107,12 @@ def forking() -> BaseContext:
     imported what checks of devices need and started no thread."""
     context = get_context("forkserver")
     context.set_forkserver_preload(
-        ["espnx.integrations.device_checks", "transformers.models.llama.modeling_llama", "faiss"]
+        [
+            "espnx.integrations.device_checks",
+            "transformers.models.llama.modeling_llama",
+            "faiss",
+            "pytest",  # of modules of tests, which children import
+        ]
     )
     return context
 
@@ -138,18 +147,31 @@ def is_running(child: int) -> bool:
 
 
 def serve_modules(listening: socket.socket) -> None:
-    """Forks a process for each connection, which has the connection in place of its standard input
-    and output and runs the jobs of the module that the first line names. Ends with this process's
-    own standard input."""
+    """Forks a process for each connection that names a module, which has the connection in place of
+    its standard input and output and runs the module's jobs. Those that say `STAY` are answered,
+    and kept: with the last of them this process ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how such a process ended
+    staying = list[socket.socket]()
     while True:
-        ready, _, _ = select.select([listening, sys.stdin], [], [])
-        if sys.stdin in ready:
+        ready, _, _ = select.select([listening, *staying], [], [], None if staying else NOBODY_S)
+        if not ready:
             return
+        for each in staying[:]:
+            if each in ready:  # nothing comes from them but the end
+                staying.remove(each)
+                each.close()
+                if not staying:
+                    return
+        if listening not in ready:
+            continue
         connection, _ = listening.accept()
+        # to the end of the line, and not a byte of the jobs after it
+        name = connection.makefile("rb", buffering=0).readline().decode().strip()
+        if name == STAY:
+            connection.sendall(b"yes\n")
+            staying.append(connection)
+            continue
         with connection:
-            # to the end of the line, and not a byte of the jobs after it
-            name = connection.makefile("rb", buffering=0).readline().decode().strip()
             try:
                 module = importlib.import_module(name)
                 load(*module.PACKAGES)
@@ -161,6 +183,8 @@ def serve_modules(listening: socket.socket) -> None:
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listening.close()
+                for each in staying:
+                    each.close()
                 os.dup2(connection.fileno(), 0)
                 os.dup2(connection.fileno(), 1)
                 connection.close()
@@ -168,29 +192,65 @@ def serve_modules(listening: socket.socket) -> None:
                 os._exit(0)
 
 
+def connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 @contextmanager
-def forks() -> Iterator[Callable[[str], Forks]]:
-    """What opens children of a module, by its name."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def serving(path: Path) -> Iterator[None]:
+    """A process that serves modules there, to the end: one that another process of the same run has
+    begun, or a new one."""
+
+    def stay() -> socket.socket | None:
+        with suppress(OSError):
+            connection = connected(path)
+            connection.sendall(f"{STAY}\n".encode())
+            if connection.recv(4):
+                return connection
+            connection.close()
+        return None
+
+    process = None
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (connection := stay()) is None:
+            path.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(str(path))
+                listening.listen()
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.forks", str(listening.fileno())],
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    pass_fds=[listening.fileno()],
+                )
+            connection = stay()
+    assert connection is not None, "the process that is to serve modules has ended"
+    with connection:
+        yield
+    if process is not None:
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            process.returncode = 0  # it is another's now
+
+
+@contextmanager
+def forks(folder: Path) -> Iterator[Callable[[str], Forks]]:
+    """What opens children of a module, by its name. `folder`: that all processes of a run share, as
+    they share the one that imports."""
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        listening = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listening.bind(f"{folder}/modules")
-        listening.listen()
-        stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.forks", str(listening.fileno())],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                pass_fds=[listening.fileno()],
-            )
-        )
-        listening.close()
+        path = folder / "modules"
+        stack.enter_context(serving(path))
 
         def open_module(module: str) -> Forks:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(f"{folder}/modules")
+            with connected(path) as connection:
                 stream = stack.enter_context(connection.makefile("rw"))
             stream.write(f"{module}\n")
             return Forks(stream)

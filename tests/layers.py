@@ -116,6 +116,8 @@ THIRD_PARTY = {
     },
     "kernels": {"triton"},
 }
+#: Where statements hold others.
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 # GPUDirect Storage stays behind one door.
 GDS_ONLY = {"cuda", "cupy"}
 # FAISS is loaded in one place; what takes it from there beside that are the files of inverted
@@ -176,18 +178,33 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def imported(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, str, int]]:
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every statement, handler of exceptions and case of a file, whatever it stands in. No
+    expression is looked into, which is most of what `ast.walk` does."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for field in BLOCKS:
+            if isinstance(block := getattr(node, field, None), list):
+                waiting += block
+
+
+@functools.cache
+def imported(source: str, module: str, *, is_package: bool) -> list[tuple[str, str, int]]:
     """(the module, the name that is taken from it or "", the line) of every import statement."""
-    for node in ast.walk(parsed(source)):
+    found: list[tuple[str, str, int]] = []
+    for node in statements(parsed(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "", node.lineno) for alias in node.names)
+            found += ((alias.name, "", node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = module.split(".") if is_package else module.split(".")[:-1]
                 parents = package[: len(package) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
-            yield from ((base, alias.name, node.lineno) for alias in node.names)
+            found += ((base, alias.name, node.lineno) for alias in node.names)
+    return found
 
 
 #: Modules, or rooms, and what each of them imports.

@@ -109,7 +109,8 @@ def test_shell_block_runs(
         '{"_id": "q1", "text": "many reads"}\n{"_id": "q2", "text": "an inverted file"}\n'
     )
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq1\t0\t1\nq2\t1\t1\n")
-    vectors = np.random.default_rng(0).standard_normal((500, 16)).astype(np.float32)
+    n = 150 if "--clusters" in text else 500  # a graph for each cluster; others name ids to 471
+    vectors = np.random.default_rng(0).standard_normal((n, 16)).astype(np.float32)
     np.save(tmp_path / "vectors.npy", vectors)
     np.save(tmp_path / "queries.npy", vectors[:20])
     for name, _, content in HERE.findall(text):

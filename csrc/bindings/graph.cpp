@@ -519,15 +519,17 @@ GraphView make_view(const std::vector<std::pair<std::string, int64_t>>& pages,
 }
 
 graph::SearchOptions make_options(const std::string& path, std::optional<bool> direct, int threads,
-                                  int64_t walks, int64_t code_cache_bytes,
+                                  int64_t walks, int64_t code_cache_bytes, double grace_s,
                                   const std::vector<py::dict>& rules, uint64_t seed) {
   if (threads < 1 || threads > 256 || walks < 1 || walks > 1024)
     invalid("threads must be 1 to 256, walks 1 to 1024");
   if (code_cache_bytes < 0) invalid("code_cache_bytes must be 0 or more");
+  if (!(grace_s >= 0 && grace_s <= 1e9)) invalid("grace_s must be 0 to 1e9");
   graph::SearchOptions options;
   options.path = path, options.threads = threads, options.walks = walks,
   options.code_cache_bytes = code_cache_bytes;
   if (direct) options.direct = *direct ? io::Direct::yes : io::Direct::no;
+  options.grace_ns = static_cast<int64_t>(grace_s * 1e9);
   for (const auto& rule : rules) options.rules.push_back(to_fault_rule(rule));
   options.seed = seed;
   return options;
@@ -625,8 +627,8 @@ void bind_graph(py::module_& m) {
            py::arg("entries_begin"));
   py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"),
-           py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"),
-           py::arg("seed"));
+           py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"),
+           py::arg("grace_s") = 1.0, py::arg("rules"), py::arg("seed"));
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
       .def(py::init<const GraphView&, const graph::SearchOptions&>(), py::arg("graph"),
            py::arg("options"))

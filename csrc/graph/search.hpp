@@ -29,6 +29,7 @@ struct SearchOptions {
   int threads = 2;
   int64_t walks = 32;                  // of a thread, under way at a time
   int64_t code_cache_bytes = 5 << 20;  // of a thread: pages of codes that were read last
+  int64_t grace_ns = 1'000'000'000;    // at the end, for reads that nobody waits for any more
   std::vector<io::FaultRule> rules;
   uint64_t seed = 0;
 };

@@ -9,7 +9,6 @@ namespace espnx::graph {
 namespace {
 
 constexpr int64_t kLongestWaitNs = 200'000'000;
-constexpr int64_t kGraceNs = 1'000'000'000;  // for reads that nobody waits for any more
 
 }  // namespace
 
@@ -18,7 +17,7 @@ GraphSearcher::Worker::Worker(GraphSearcher& searcher)
       layout_(searcher.view_.layout),
       code_cache_(searcher.options_.code_cache_bytes / kCodePageBytes),
       depth_(std::min<int64_t>(4096, searcher.options_.walks * kBeamAhead)),
-      queue_(make_queue(), kGraceNs),
+      queue_(make_queue(), searcher.options_.grace_ns),
       slots_(searcher.options_.walks) {}
 
 std::unique_ptr<io::Queue> GraphSearcher::Worker::make_queue() {

@@ -66,7 +66,7 @@ def test_reads_that_fail(
             engine.close(grace_s=0.05)
         return True
 
-    patiently(attempt, 0.3 if fault == "never" else 30.0)
+    patiently(attempt, 0.15 if fault == "never" else 30.0)
 
 
 @pytest.mark.parametrize("kind", ["ssd", "gpu"])

@@ -3,8 +3,6 @@ the device serves what is asked next."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,9 +18,9 @@ from espnx.device.rows.file import RowFileDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.gpu.rows import WAYS, opened_gpu
 from tests.device.rows import Seen, assert_right, attend, opened, put, queries
+from tests.forks import Forks
 from tests.storage.common import until
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = RowLayout("fp16", 64, 64)
 HEADS = range(2)
 
@@ -104,7 +102,7 @@ def test_wakes_whoever_waits(kind: str, folder: Path) -> None:
 
 
 INTERRUPTED = """
-import os, signal, sys, threading
+import os, signal, threading
 from espnx.device import workers
 from pathlib import Path
 import torch
@@ -124,7 +122,7 @@ class Device(SsdRowDevice):
         attending.release()
         return super().attend(ticket, queries, tail)
 
-striped = StripedDevices(3, lambda i, _: Device(Path(sys.argv[1]) / str(i), engine=engines[i]))
+striped = StripedDevices(3, lambda i, _: Device(Path.cwd() / str(i), engine=engines[i]))
 striped.open(torch.device("cpu"))
 k, v = draw(LAYOUT, 2, range(3), 900, torch.Generator())
 parts = striped.put(LAYOUT, k, v)
@@ -156,9 +154,11 @@ print("usable")
 """
 
 
-def test_ctrl_c_while_several_directories_attend(folder: Path) -> None:
+def test_ctrl_c_while_several_directories_attend(
+    folder: Path, open_forks: Callable[[str], Forks]
+) -> None:
     """Each of them waits for a read that never comes."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(folder)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["interrupted", "usable"], done.stdout + done.stderr
+    out, err = folder / "stdout", folder / "stderr"
+    run = open_forks("tests.doc_examples").run
+    assert run(text=INTERRUPTED, cwd=folder, stdout=out, stderr=err) == 0, err.read_text()
+    assert out.read_text().split() == ["interrupted", "usable"]

@@ -25,7 +25,7 @@ HEADS = range(2)
 EIO, ENOSPC = 5, 28
 # the deadline where a transfer never ends, and the others must make it; longer on a machine that
 # needs longer
-STALLED_S = 0.3
+STALLED_S = 0.15
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -379,7 +379,7 @@ def test_what_lands_late_lands_in_nobodys_place(folder: Path) -> None:
             assert device.stats().stored_bytes == 2 * size_bytes
         return True
 
-    patiently(attempt, 0.2)
+    patiently(attempt, 0.1)
 
 
 def test_releasing_begins_no_write(folder: Path) -> None:
@@ -409,7 +409,7 @@ def test_releasing_begins_no_write(folder: Path) -> None:
             assert device.stats().stored_bytes == 0
         return True
 
-    patiently(attempt, 0.2)
+    patiently(attempt, 0.1)
 
 
 def test_releasing_what_may_still_be_written(folder: Path) -> None:

@@ -273,8 +273,10 @@ def test_a_build_that_is_killed_goes_on(tmp_path: Path, processes: Forks, after:
 
 PEAK = """
 import re, sys, numpy as np, torch, espnx.graph
+from espnx.graph import recall
 from espnx.graph.bounded.budget import resident_bytes
 from espnx.ops._native import load_extension
+recall._REGIONS = int(sys.argv[5])  # each is looked for in all vectors
 torch.addmm(torch.ones(1, 8), torch.ones(8, 8), torch.ones(8, 8)); load_extension()
 room_mib = 112 if sys.argv[4] == "rotated" else 64  # 48 for principal directions
 limit = resident_bytes() + (room_mib << 20)
@@ -287,10 +289,14 @@ print(int(peak_kib) * 1024, limit, report.parts)
 
 
 @pytest.mark.parametrize(
-    ("codes", "turned"),
-    [("inline", "rotated"), pytest.param("memory", "as they are", marks=pytest.mark.sweep)],
+    ("codes", "turned", "regions"),
+    [
+        ("inline", "rotated", 1),
+        pytest.param("inline", "rotated", 8, marks=pytest.mark.sweep),
+        pytest.param("memory", "as they are", 8, marks=pytest.mark.sweep),
+    ],
 )
-def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str) -> None:
+def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str, regions: int) -> None:
     n, dim = 24_000, 1024  # 94 MiB, with 16 MiB for a part
     rows = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
     rows[:, 1::2] = rows[:, ::2]
@@ -303,6 +309,7 @@ def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str) -> None:
         str(tmp_path / "g"),
         codes,
         turned,
+        str(regions),
     ]
     peak, limit, parts = map(
         int, subprocess.run(script, check=True, capture_output=True, text=True).stdout.split()

@@ -188,7 +188,7 @@ def test_a_failing_disk(
             engine.close(grace_s=0.1)
         return True
 
-    patiently(attempt, 0.5 if rule.fault == "never" else 30.0)
+    patiently(attempt, 0.25 if rule.fault == "never" else 30.0)
 
 
 def test_what_is_refused(folder: Path, weights: tuple[Any, str], tmp_path: Path) -> None:

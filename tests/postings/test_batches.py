@@ -66,7 +66,7 @@ def test_a_read_ahead_that_never_ends_meets_the_deadline_of_its_query(long_lists
 def test_reads_that_are_late_are_waited_for(long_lists: Path) -> None:
     rules = [
         FaultRule(
-            fault="delay", operation="read", path="*.postings", nth=27, count=5, value=200_000_000
+            fault="delay", operation="read", path="*.postings", nth=27, count=5, value=60_000_000
         )
     ]
     with Postings.open(long_lists) as postings:
@@ -85,7 +85,7 @@ def test_a_batch_can_be_interrupted(long_lists: Path, engine: str, threads: int)
         n = int(8 / ((time.perf_counter() - begun) / 4)) * threads  # eight seconds' work
         # a shell that starts its children in the background has it ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         begun = time.perf_counter()
         timer.start()
         with pytest.raises(KeyboardInterrupt):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,14 +71,14 @@ def test_limits_fit_the_promise() -> None:
             "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
             "ended with status -11: no output",
         ),
-        ("import time; time.sleep(60)", "did not end within 1 s: no output"),
+        ("import time; time.sleep(60)", "did not end within 0.3 s: no output"),
     ],
 )
 def test_a_check_that_crashes_or_hangs_is_a_failed_row(
     tmp_path: Path, code: str, failure: str
 ) -> None:
     rows, failures, _ = gpu_check.run_check(
-        "x", [sys.executable, "-c", code], tmp_path / "x.json", 1.0 if "sleep" in code else 30.0
+        "x", [sys.executable, "-c", code], tmp_path / "x.json", 0.3 if "sleep" in code else 30.0
     )
     assert failures == [failure]
     assert rows[-1]["correct"] is False
@@ -88,11 +89,11 @@ def test_a_check_that_crashes_or_hangs_is_a_failed_row(
 def test_a_hanging_check_takes_its_children_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     code = (
-        f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 1; touch {mark}']); "
+        f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 0.6; touch {mark}']); "
         "time.sleep(60)"
     )
-    gpu_check.run_check("x", [sys.executable, "-c", code], tmp_path / "x.json", 0.5)
-    subprocess.run(["sleep", "1.2"], check=True)
+    gpu_check.run_check("x", [sys.executable, "-c", code], tmp_path / "x.json", 0.3)
+    time.sleep(0.6)
     assert not mark.exists()
 
 
@@ -175,13 +176,13 @@ def test_files_of_gpu_tests_are_found() -> None:
             "FAILED tests/x.py::y",
         ),
         ("raise SystemExit(9)", "x: ended with status 9"),
-        ("import time; time.sleep(60)", "x did not end within 1 s"),
+        ("import time; time.sleep(60)", "x did not end within 0.3 s"),
     ],
 )
 def test_a_file_of_tests_is_judged_rightly(code: str, failure: str | None) -> None:
     rows: list[dict[str, object]] = []
     failures: list[str] = []
-    limit_s = 1.0 if "sleep" in code else 30.0
+    limit_s = 0.3 if "sleep" in code else 30.0
     gpu_check_steps.run_tests(
         "x", [sys.executable, "-c", code], "gpu-tests", limit_s, rows, failures
     )

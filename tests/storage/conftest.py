@@ -42,4 +42,4 @@ def open_engine() -> Iterator[OpenEngine]:
 
     yield make
     for engine in opened:
-        engine.close(grace_s=0.05)
+        engine.close(grace_s=0.01)

@@ -79,7 +79,7 @@ def test_a_waiting_reader_is_told(
     for thread in threads:
         thread.start()
     time.sleep(0.05)
-    engine.close(grace_s=0.1)
+    engine.close(grace_s=0.02)
     for thread in threads:
         thread.join()
     assert outcomes == ["closed"] * 3
@@ -123,7 +123,7 @@ def test_submitting_while_closing(path: str, tmp_path: Path) -> None:
 def test_two_threads_close(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     make_file(tmp_path / "a", BLOCK)
     for _ in range(3):
-        engine = open_engine(path, [FaultRule("delay", operation="read", value=150 * MS)])
+        engine = open_engine(path, [FaultRule("delay", operation="read", value=50 * MS)])
         engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [10]))
         assert until(lambda engine=engine: engine.stats().requests == 1)
         problems: list[BaseException] = []
@@ -165,7 +165,7 @@ def test_closing_one_file_while_it_is_read(
 ) -> None:
     """What is under way keeps its file open; its descriptor goes when it is done."""
     data = make_file(tmp_path / "a", 2 * BLOCK)
-    engine = open_engine(path, [FaultRule("delay", operation="read", value=300 * MS)])
+    engine = open_engine(path, [FaultRule("delay", operation="read", value=100 * MS)])
     before = open_descriptors()
     file = engine.open(tmp_path / "a")
     future = engine.read(Plan.of(file, [0], [BLOCK + 5]))

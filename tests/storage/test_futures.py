@@ -53,7 +53,7 @@ def test_next_waits_for_at_least(path: str, open_engine: OpenEngine, tmp_path: P
 def test_next_ends_with_the_last(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """More than there are may be asked for; after the last there is nothing more."""
     engine = open_engine(
-        path, [FaultRule("delay", begin_bytes=8 * 2 * BLOCK, end_bytes=2**62, value=100 * MS)]
+        path, [FaultRule("delay", begin_bytes=8 * 2 * BLOCK, end_bytes=2**62, value=50 * MS)]
     )
     plan, _ = spread(engine, tmp_path, 10)
     future = engine.read(plan)
@@ -82,7 +82,7 @@ def test_asking_for_none_does_not_wait(
 
 
 def test_waiting_does_not_spin(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(path, [FaultRule("delay", value=300 * MS)])
+    engine = open_engine(path, [FaultRule("delay", value=100 * MS)])
     plan, _ = spread(engine, tmp_path, 2)
     future = engine.read(plan)
     begun, before = time.monotonic(), time.process_time()
@@ -92,7 +92,7 @@ def test_waiting_does_not_spin(path: str, open_engine: OpenEngine, tmp_path: Pat
 
 
 def test_a_timeout_loses_nothing(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(path, [FaultRule("delay", begin_bytes=0, end_bytes=1, value=200 * MS)])
+    engine = open_engine(path, [FaultRule("delay", begin_bytes=0, end_bytes=1, value=80 * MS)])
     plan, _ = spread(engine, tmp_path, 6)
     future = engine.read(plan)
     seen: list[int] = []
@@ -149,10 +149,14 @@ def test_priority(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """With one request at a time every read is delayed, so the order shows: higher first, equals as
     they came."""
     make_file(tmp_path / "a", 64 * BLOCK)
-    for _ in range(20):
+    for turn in range(20):
+        each_ms = 10 * 2 ** min(turn, 4)
         engine = open_engine(
             path,
-            [FaultRule("delay", count=1, value=400 * MS), FaultRule("delay", value=60 * MS)],
+            [
+                FaultRule("delay", count=1, value=6 * each_ms * MS),
+                FaultRule("delay", value=each_ms * MS),
+            ],
             queue_depth=1,
         )
         file = engine.open(tmp_path / "a")
@@ -160,7 +164,7 @@ def test_priority(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
             (Plan.of(file, [i * 2 * BLOCK], [10]), priority)
             for i, priority in enumerate([0, 0, 5, -1, 5, 2])
         ]
-        order = finishing_order(engine, plans, 0.4)
+        order = finishing_order(engine, plans, 6e-3 * each_ms)
         if order is not None:
             break
     assert order == [0, 2, 4, 5, 1, 3]  # the first was with the device already
@@ -290,7 +294,7 @@ def test_other_python_threads_run_meanwhile(
 
 def test_a_future_outlives_the_engine(path: str, tmp_path: Path) -> None:
     """Nothing but the future refers to the engine, then nothing but a tensor to the memory."""
-    engine = NativeEngine(path, rules=[FaultRule("delay", value=100 * MS)], poison=True)
+    engine = NativeEngine(path, rules=[FaultRule("delay", value=50 * MS)], poison=True)
     plan, data = spread(engine, tmp_path, 3)
     future = engine.read(plan)
     del engine
@@ -349,7 +353,7 @@ def test_cancel(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
         )
 
     data = make_file(tmp_path / "spread", 2 * BLOCK * 40)
-    engine = patiently(cancelled, 0.2)
+    engine = patiently(cancelled, 0.05)
     assert until(lambda: engine.stats().in_flight == 0)
     assert engine.stats().quarantined_buffers == 0
     assert engine.stats().failures == 1

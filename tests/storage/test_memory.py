@@ -3,15 +3,16 @@ large requests lie together."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from espnx.storage import NativeEngine
+from tests.storage.common import in_child
 
 HUGE, KIB, MIB = 2 << 20, 1 << 10, 1 << 20
 KEEP = 32 * MIB
@@ -57,30 +58,25 @@ def test_at_most_a_quarter_is_wasted() -> None:
             assert memory.numel() <= engine.mapped_bytes <= 1.25 * size_bytes
 
 
-ADDRESSES = """
-import os, resource
-from espnx.storage import NativeEngine
-held = []
-with NativeEngine(pool_bytes=32 << 20) as engine:
-    engine.memory(1)
-    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
-    held.append(engine.memory(300 << 10))
-    # Each page; too few for torch to start threads, whose stacks have no room now.
-    held[0][::4096] = 1
-    try:
-        held.append(engine.memory(4 << 20))
-    except MemoryError:
-        print("full", len(held), engine.mapped_bytes < 1 << 20)
-"""
-
-
 def test_little_address_space_is_enough_for_one() -> None:
     """Where huge pages to cut from have no room, what is asked for may have."""
-    done = subprocess.run(
-        [sys.executable, "-c", ADDRESSES], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "full 1 True\n", done.stderr
+
+    def work() -> list[object]:
+        held = []
+        with NativeEngine(pool_bytes=KEEP) as engine:
+            engine.memory(1)
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + MIB, resource.RLIM_INFINITY))
+            held.append(engine.memory(300 * KIB))
+            # Each page; too few for torch to start threads, whose stacks have no room now.
+            held[0][::4096] = 1
+            try:
+                held.append(engine.memory(4 * MIB))
+            except MemoryError:
+                return ["full", len(held), engine.mapped_bytes < MIB]
+            return ["room", len(held), False]
+
+    assert in_child(work) == ["full", 1, True]
 
 
 def test_memory_of_one_size(engine: NativeEngine) -> None:

@@ -95,7 +95,7 @@ def test_a_forked_child_is_told(path: str, tmp_path: Path) -> None:
     letting go of it does not hang."""
     data = make_file(tmp_path / "a", 4 * BLOCK)
     engine = NativeEngine(
-        path, rules=[FaultRule("delay", operation="read", nth=2, count=1, value=400 * MS)]
+        path, rules=[FaultRule("delay", operation="read", nth=2, count=1, value=200 * MS)]
     )
     file = engine.open(tmp_path / "a", "r+", direct=False)
     assert read_bytes(engine, file, 0, 10) == data[:10]
@@ -209,7 +209,7 @@ def test_other_threads_run_while_an_engine_is_dropped(disk_path: str, tmp_path: 
     thread = threading.Thread(target=tick)
     thread.start()
     try:
-        patiently(ticks_while_dropped, 0.2)
+        patiently(ticks_while_dropped, 0.1)
     finally:
         stop.set()
         thread.join()

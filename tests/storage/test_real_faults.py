@@ -214,7 +214,7 @@ def test_a_device_far_too_slow(disk_path: str, tmp_path: Path) -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
             engine, second = NativeEngine(disk_path), NativeEngine(disk_path)
             futures = [
-                (e, e.read(Plan.of(e.open(device, direct=True), [0], [MIB]), deadline_s=1.0))
+                (e, e.read(Plan.of(e.open(device, direct=True), [0], [MIB]), deadline_s=0.4))
                 for e in (engine, second)
             ]
             found: list[object] = []
@@ -225,7 +225,7 @@ def test_a_device_far_too_slow(disk_path: str, tmp_path: Path) -> None:
                 except errors.DeadlineExceededError:
                     found.append("late")
             found += [e.stats().quarantined_buffers for e, _ in futures]
-            second.close(grace_s=0.2)
+            second.close(grace_s=0.1)
             found.append(second.stats().quarantined_buffers)
             limit.write_text(f"{os.major(number)}:{os.minor(number)} 0")
             found.append(until(lambda: engine.stats().quarantined_buffers == 0, 20))
@@ -271,7 +271,7 @@ def test_what_the_device_has_not_begun_is_taken_back(tmp_path: Path) -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
             engine = NativeEngine("posix", threads=1, request_bytes=128 * 1024)
             file = engine.open(device, direct=True)
-            future = engine.read(Plan.of(file, [0], [MIB]), deadline_s=1.0)
+            future = engine.read(Plan.of(file, [0], [MIB]), deadline_s=0.4)
             assert until(lambda: engine.stats().in_flight == 8)
             try:
                 future.wait()

@@ -30,6 +30,7 @@ from .under_way import GraphSearch
 
 THREADS_MAX = 256
 _MEASURING_S = 3600.0  # for searches of a build
+_GRACE_S = 1.0  # of threads that end, for reads that nobody waits for any more
 _TRIES = 8
 
 
@@ -61,6 +62,7 @@ class ReadOptions:
                 "threads": threads,
                 "walks": walks,
                 "code_cache_bytes": code_cache_bytes,
+                "grace_s": _GRACE_S,
                 "rules": [asdict(rule) for rule in rules],
                 "seed": fault_seed,
             },

@@ -15,7 +15,7 @@ from espnx import errors
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.kv import sweeps
 from espnx.benchmarks.kv.fleet import Limit
-from espnx.benchmarks.kv.speculation import show, work
+from espnx.benchmarks.kv.speculation import show, timing, work
 from espnx.benchmarks.kv.speculation.work import GAMMA, ONE_BY_ONE, SYSTEMS, SpeculationWork
 from espnx.benchmarks.kv.systems.models import (
     Task,
@@ -42,10 +42,13 @@ LLAMA = {
 CONTEXT, POSITIONS = 300, 20
 DRAFTS = [name for name in SYSTEMS if name != ONE_BY_ONE]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def short(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "_LEAST_SPECULATED", 128)
+    monkeypatch.setattr(timing, "_QUICK_POSITIONS", 10)
     monkeypatch.setattr("espnx.benchmarks.kv.speculation.timing.shutil.which", lambda name: None)
 
 

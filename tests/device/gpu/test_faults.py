@@ -122,7 +122,7 @@ def test_a_read_that_never_ends(folder: Path, way: str) -> None:
             engine.close(grace_s=0.05)
         return held == 1 or None
 
-    patiently(attempt, 0.3)
+    patiently(attempt, 0.15)
 
 
 def test_writes_that_fail(folder: Path) -> None:
@@ -186,7 +186,7 @@ def test_gds_that_hangs(folder: Path) -> None:
             assert_reads_right(device, stored)
         return True
 
-    patiently(attempt, 0.3)
+    patiently(attempt, 0.15)
 
 
 @pytest.mark.parametrize("way", WAYS)

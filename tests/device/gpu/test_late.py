@@ -398,7 +398,7 @@ def test_a_piece_that_may_still_arrive(folder: Path, is_released: bool) -> None:
             engine.close(grace_s=0.05)
         return True
 
-    patiently(attempt, 0.3)
+    patiently(attempt, 0.15)
 
 
 @pytest.mark.parametrize("where", ["copy", "give_back"])
@@ -475,7 +475,7 @@ def test_an_earlier_try_that_stays_in_flight(folder: Path) -> None:
             engine.close(grace_s=0.05)
         return True
 
-    patiently(attempt, 0.3)
+    patiently(attempt, 0.15)
 
 
 def test_rows_that_are_not_wanted_before_they_are_written(folder: Path) -> None:

@@ -249,7 +249,7 @@ def test_who_waits_is_woken(directory: Path, k: int, how: str) -> None:
         operation="read",
         nth=1 + reads_of_opening(directory),
         count=1,
-        value=1_000_000_000,
+        value=300_000_000,
     )
     with NativeEngine("posix", rules=[rule]) as engine:
         device = SsdPostingsDevice(lists := lists_in(directory), engine=engine)
@@ -264,7 +264,7 @@ def test_who_waits_is_woken(directory: Path, k: int, how: str) -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        time.sleep(0.1)
+        time.sleep(0.05)
         assert waiting.is_alive()
         {"cancel": ticket.cancel, "forget": device.forget, "close": device.close}[how]()
         waiting.join(20)
@@ -285,7 +285,7 @@ def test_a_deadline(directory: Path) -> None:
         operation="read",
         nth=1 + reads_of_opening(directory),
         count=1,
-        value=1_000_000_000,
+        value=300_000_000,
     )
     with (
         NativeEngine("posix", rules=[rule]) as engine,

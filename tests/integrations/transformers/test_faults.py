@@ -159,7 +159,7 @@ def test_a_stalled_device(folder: Path, operation: str) -> None:
         # others were late, too
         return [type(error) for error in errors_of_it] if len(errors_of_it) == 1 else None
 
-    assert patiently(caught, 0.5) == [errors.DeadlineExceededError]
+    assert patiently(caught, 0.25) == [errors.DeadlineExceededError]
 
 
 def test_a_write_that_never_ends(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_write_that_never_ends(folder: Path) -> None:
         made[0].close(grace_s=0.01)
         return True
 
-    patiently(attempt, 0.5)
+    patiently(attempt, 0.25)
 
 
 def test_late_answers_change_nothing(folder: Path) -> None:

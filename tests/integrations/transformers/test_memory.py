@@ -19,11 +19,11 @@ LIMIT_BYTES = 190 << 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "size_bytes", [384 << 20, pytest.param(768 << 20, marks=pytest.mark.sweep)]
+    "size_bytes", [288 << 20, pytest.param(768 << 20, marks=pytest.mark.sweep)]
 )
 def test_a_long_prompt_in_little_memory(tmp_path: Path, size_bytes: int) -> None:
-    """Two and four times what the process may add to its memory; where memory cannot be limited,
-    what it has added is looked at alone.
+    """One and a half times and four times what the process may add to its memory; where memory
+    cannot be limited, what it has added is looked at alone.
 
     On a disk: files in memory would count."""
     with contextlib.ExitStack() as stack:

@@ -347,4 +347,4 @@ def test_a_name_stays_locked_where_a_write_may_land(
         assert not folders._HELD
         return True
 
-    patiently(attempt, 0.3)
+    patiently(attempt, 0.15)

@@ -3,10 +3,9 @@ derived bound, and what is refused."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from espnx.ops import distances, distances_reference
 from espnx.ops._native import load_extension
 from espnx.ops.distances import DIM_MAX, METRICS, VECTOR_FORMATS, vector_bytes
 from espnx.ops.distances.checks import query_dtype
+from tests.forks import Forks
 from tests.ops.tolerances import assert_scores_close, distances_bound
 
 DIMS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 200, 384, 961)
@@ -216,20 +216,15 @@ print("the guard does not guard", flush=True)
 """
 
 
-def test_vectors_at_both_ends_of_readable_memory(pytestconfig: pytest.Config) -> None:
+def test_vectors_at_both_ends_of_readable_memory(
+    tmp_path: Path, open_forks: Callable[[str], Forks]
+) -> None:
     """No byte beyond a vector is read. At last the program reads one too many on purpose, and dies
     of it: the guard works."""
-    paths = [str(pytestconfig.rootpath), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    finished = subprocess.run(
-        [sys.executable, "-c", GUARDED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert finished.stdout == "survived\n", finished.stderr
-    assert finished.returncode == -signal.SIGSEGV
+    out, err = tmp_path / "stdout", tmp_path / "stderr"
+    code = open_forks("tests.doc_examples").run(text=GUARDED, cwd=tmp_path, stdout=out, stderr=err)
+    assert out.read_text() == "survived\n", err.read_text()
+    assert code == -signal.SIGSEGV
 
 
 def test_the_extension_refuses_what_python_would_not_hand_it() -> None:

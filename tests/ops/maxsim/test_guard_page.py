@@ -3,12 +3,11 @@ may crash."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 
-import pytest
+from tests.forks import Forks
 
 PROGRAM = """
 import ctypes, mmap
@@ -48,17 +47,12 @@ print("the guard does not guard", flush=True)
 """
 
 
-def test_records_at_both_ends_of_readable_memory(pytestconfig: pytest.Config) -> None:
+def test_records_at_both_ends_of_readable_memory(
+    tmp_path: Path, open_forks: Callable[[str], Forks]
+) -> None:
     """At last the program reads one byte too many on purpose, and dies of it, which shows that the
     guard works."""
-    paths = [str(pytestconfig.rootpath), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert finished.stdout == "survived\n", finished.stderr
-    assert finished.returncode == -signal.SIGSEGV
+    out, err = tmp_path / "stdout", tmp_path / "stderr"
+    code = open_forks("tests.doc_examples").run(text=PROGRAM, cwd=tmp_path, stdout=out, stderr=err)
+    assert out.read_text() == "survived\n", err.read_text()
+    assert code == -signal.SIGSEGV

@@ -195,7 +195,7 @@ def test_calls_of_a_build_that_never_end(folder: Path, known: Path, nth: int) ->
     def outcome(limit_s: float) -> tuple[bool, int]:
         return one_build(folder / f"{limit_s}", Kind("never", limit_s=limit_s), nth, known)
 
-    assert patiently(outcome, 0.3) == (False, 1)
+    assert patiently(outcome, 0.1) == (False, 1)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def one_search(path: Path, kind: Kind, nth: int, limit_s: float) -> tuple[bool, 
 
 @pytest.mark.parametrize("name", [*KINDS, "never", "never again"])
 def test_every_call_of_opening_and_searching(newer: Path, name: str) -> None:
-    kind = KINDS.get(name) or Kind("never", count=1 if name == "never" else -1, limit_s=0.15)
+    kind = KINDS.get(name) or Kind("never", count=1 if name == "never" else -1, limit_s=0.05)
     before = open_descriptors()
     outcomes = []
     step = 2 if kind.fault == "never" else 1

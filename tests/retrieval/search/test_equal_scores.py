@@ -29,6 +29,7 @@ LINES = [
     "disk closed",
 ]
 QUERIES = ["closed connection", "disk full"]
+N = 900
 
 
 def logs(count: int, alike: float, seed: int = 0) -> list[espnx.Document]:
@@ -50,7 +51,7 @@ def logs(count: int, alike: float, seed: int = 0) -> list[espnx.Document]:
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same documents: built at once, in another order, in parts, compacted after deletions, and
     over two directories."""
-    folder, documents = tmp_path_factory.mktemp("layouts"), logs(1500, 0.97)
+    folder, documents = tmp_path_factory.mktemp("layouts"), logs(N, 0.97)
     others = [
         espnx.Document(f"gone{i}", each.text, each.vectors)
         for i, each in enumerate(logs(200, 0.9, seed=4))
@@ -78,11 +79,11 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "built": begin("built", documents),
         "shuffled": begin("shuffled", shuffled, directories=[folder / "a", folder / "b"]),
     }
-    made["parts"] = begin("parts", shuffled[:600])
-    for first in range(600, 1500, 300):
-        espnx.add(made["parts"], shuffled[first : first + 300])
-    made["compacted"] = begin("compacted", [*others, *shuffled[700:]])
-    espnx.add(made["compacted"], shuffled[:700])
+    made["parts"] = begin("parts", shuffled[:360])
+    for first in range(360, N, 180):
+        espnx.add(made["parts"], shuffled[first : first + 180])
+    made["compacted"] = begin("compacted", [*others, *shuffled[420:]])
+    espnx.add(made["compacted"], shuffled[:420])
     espnx.delete(made["compacted"], [each.id for each in others])
     made["deleted"] = begin("deleted", [*shuffled[300:], *others, *shuffled[:300]])
     espnx.delete(made["deleted"], [each.id for each in others])
@@ -109,7 +110,7 @@ def ranking(index: espnx.Index, query: str, **options: Any) -> list[Any]:
     ]
 
 
-EVEN = [f"d{number:05}" for number in range(0, 1500, 2)]
+EVEN = [f"d{number:05}" for number in range(0, N, 2)]
 OPTIONS: list[dict[str, Any]] = [
     {"first_stage": "bm25", "rerank": 0, "k": 5},
     {"first_stage": "bm25", "rerank": 0, "k": 40, "candidates": 40},
@@ -149,7 +150,7 @@ def test_a_ranking_does_not_depend_on_how_records_lie(
 
 def test_the_first_by_id_are_found(layouts: Mapping[str, Path]) -> None:
     """Of 97 % of equal lines those whose ids come first, however many there are."""
-    documents = logs(1500, 0.97)
+    documents = logs(N, 0.97)
     wanted = sorted((each.id for each in documents if each.text == LINES[0]), key=id_order)
     with espnx.open(layouts["parts"], None) as index:
         found = index.search("connection peer", first_stage="bm25", rerank=0, k=5, candidates=20)

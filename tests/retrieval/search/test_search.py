@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-import multiprocessing
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import espnx
 from espnx import errors
 from espnx.retrieval.reference import InMemoryReference
 from espnx.retrieval.search.index import Index
+from tests.forks import Forks
 from tests.retrieval.common import (
     D_CLS,
     DIM,
@@ -83,11 +85,19 @@ def test_every_combination_of_options(
             assert [number for number, _ in ranked] == [hit.number for hit in head]
 
 
-def _found_by_worker(index: Index, answers: multiprocessing.Queue) -> None:
-    answers.put([hit.id for hit in index.search(queries(1)[0], k=5)])
+FOUND_BY_WORKER = """
+import json
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from tests.retrieval.common import queries
+with ForkingPickler.loads(Path("index").read_bytes()) as index:
+    print(json.dumps([hit.id for hit in index.search(queries(1)[0], k=5)]))
+"""
 
 
-def test_a_pickle_opens_the_store_anew(index: Index, store: Path) -> None:
+def test_a_pickle_opens_the_store_anew(
+    index: Index, store: Path, tmp_path: Path, open_forks: Callable[[str], Forks]
+) -> None:
     with espnx.open(
         store, None, engine="posix", hot="1MiB", threads=1, compute=torch.device("cpu")
     ) as opened:
@@ -101,12 +111,11 @@ def test_a_pickle_opens_the_store_anew(index: Index, store: Path) -> None:
         assert result.effective_path == "posix"
     expected = [hit.id for hit in index.search(queries(1)[0], k=5)]
     assert [hit.id for hit in result] == expected
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    worker = context.Process(target=_found_by_worker, args=(index, answers))
-    worker.start()
-    assert answers.get(timeout=100) == expected
-    worker.join()
+    (tmp_path / "index").write_bytes(ForkingPickler.dumps(index))  # as a worker gets it
+    out, err = tmp_path / "stdout", tmp_path / "stderr"
+    run = open_forks("tests.doc_examples").run
+    assert run(text=FOUND_BY_WORKER, cwd=tmp_path, stdout=out, stderr=err) == 0, err.read_text()
+    assert json.loads(out.read_text()) == expected
 
 
 def test_a_pickle_takes_no_open_things_along(store: Path) -> None:

@@ -16,7 +16,7 @@ from espnx import errors
 from espnx.ops import crc32c_ranges
 from espnx.storage import Plan
 from espnx.storage.gds import cufile as gds_driver
-from espnx.storage.gds import loop
+from espnx.storage.gds import loop, transfer
 from espnx.storage.gds.loop import left_behind
 from espnx.storage.gds.piece import IDLE_RETRIES
 from tests.storage.gds.common import KIB, MakeEngine, items_of, make, stub_of, until, write_file
@@ -203,8 +203,9 @@ def test_deadline_puts_memory_in_quarantine_until_the_read_completes(
     # three blocks are out: the next read of two cannot lie there
     engine = make(stub, arena_bytes=16 * KIB)
     file = engine.open(path)
-    # by then all three are with the device
-    future = engine.read(Plan.of(file, [0, 41_000, 80_000], [10, 10, 10]), deadline_s=1.0)
+    future = engine.read(Plan.of(file, [0, 41_000, 80_000], [10, 10, 10]))
+    until(lambda: stub.busy() == 1 and engine.stats().in_flight == 1)
+    future._transfer.deadline = time.monotonic()  # two have come
     with pytest.raises(errors.DeadlineExceededError) as caught:
         future.wait()
     assert (caught.value.path, caught.value.offset_bytes) == (str(path), 40_960)
@@ -236,8 +237,11 @@ def test_deadline_of_a_large_read(make: MakeEngine, tmp_path: Path) -> None:
     stub = CuFileStub(rules=[Rule("never", match=lambda o, s: s == 128 * KIB, count=2)])
     engine = make(stub, batch_bytes=64 * KIB, large_bytes=128 * KIB, threads=2)
     file = engine.open(path)
+    future = engine.read(Plan.of(file, [0], [300_000]))
+    until(lambda: stub.count("read") == 2)
+    future._transfer.deadline = time.monotonic()
     with pytest.raises(errors.DeadlineExceededError):
-        engine.read(Plan.of(file, [0], [300_000]), deadline_s=1.0).wait()
+        future.wait()
     assert engine.stats().quarantined_buffers == 1
     again = engine.read(Plan.of(file, [10], [300_000]))
     assert items_of(again.wait(), again.position_bytes, [300_000]) == [data[10:300_010]]
@@ -251,7 +255,8 @@ def test_a_submission_that_does_not_return(
     """It holds the engine's thread: reads end at their deadline all the same, and closing leaves
     the thread, its memory and its files behind."""
     path, _ = write_file(tmp_path, 100_000)
-    monkeypatch.setattr(loop, "_LAST_CALLS_S", 0.3)
+    monkeypatch.setattr(loop, "_LAST_CALLS_S", 0.2)
+    monkeypatch.setattr(transfer, "_LOOK_LIMIT_S", 0.1)
     armed, entered, released = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(CuFileStub):
@@ -265,11 +270,11 @@ def test_a_submission_that_does_not_return(
     engine = make(stub)
     file, unused = engine.open(path), engine.open(path)
     armed.set()  # opening reads the first bytes, too
-    future = engine.read(Plan.of(file, [0], [4096]), deadline_s=0.3)
+    future = engine.read(Plan.of(file, [0], [4096]), deadline_s=0.1)
     assert entered.wait(10)
     with pytest.raises(errors.DeadlineExceededError):
         future.wait()
-    waiting = engine.read(Plan.of(file, [8192], [10]), deadline_s=0.2)
+    waiting = engine.read(Plan.of(file, [8192], [10]), deadline_s=0.1)
     with pytest.raises(errors.DeadlineExceededError):
         waiting.wait()
     begun = time.monotonic()

@@ -163,7 +163,7 @@ def test_sampled_tokens_keep_their_distribution(
     folder: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third new token, the first that a draft proposes (the pass before it names the pages):
-    chi-square of 500 draws against its exact distribution. A wrong rule fails it."""
+    chi-square of 300 draws against its exact distribution. A wrong rule fails it."""
     if not is_right:
         monkeypatch.setattr(decoding, "next_token", too_willing)
     vocabulary, draws = 50, 100
@@ -172,7 +172,7 @@ def test_sampled_tokens_keep_their_distribution(
     wanted = third_token(model, ids, vocabulary)
     counts, accepted = torch.zeros(vocabulary), list[float]()
     torch.manual_seed(3)
-    for _ in range(5):
+    for _ in range(3):
         with KVCache(model.config, folder, draft="pages", draft_memory=0.01) as cache:
             got = espnx.generate(
                 model,
