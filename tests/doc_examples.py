@@ -11,15 +11,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy.ctypeslib
 import numpy.random  # noqa: F401 - as what `load` imports: for all children
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401 - what most examples wait for
 
 from espnx.encoders import minilm, splade
 from espnx.encoders.wheels import Wheel
 from tests.forks import command_line, serve
+
+try:  # what most examples wait for; those that need neither run without
+    import faiss
+    import transformers.models.llama.modeling_llama  # noqa: F401
+except ImportError:
+    faiss = None
 
 
 def run(job: dict[str, Any]) -> int:
@@ -81,6 +85,7 @@ def remember_models() -> None:
 
 def jobs() -> None:
     torch.set_num_threads(1)
-    faiss.omp_set_num_threads(1)
+    if faiss is not None:
+        faiss.omp_set_num_threads(1)
     remember_models()
     serve(run)

@@ -471,6 +471,8 @@ struct Sums {
       sum[i / (kPieces * 4)][i / 4 % kPieces][i % 4] = 0.0f;
   }
 
+  // 16 rows' sums begin at 0 and are then added: tensor cores cut off what they add to a sum that
+  // is large already, which would make long ones too small.
   __device__ __forceinline__ void add(const Shared<S>& shared, uint32_t values, int lane) {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -483,7 +485,7 @@ struct Sums {
     }
     const uint32_t weights = static_cast<uint32_t>(__cvta_generic_to_shared(shared.weights()));
     const uint32_t place = values + S::place_of(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-#pragma unroll
+#pragma unroll 1
     for (int step = 0; step < kTiles; ++step) {  // of 16 rows
       uint2 right[S::kParts][kPieces];
 #pragma unroll
@@ -494,10 +496,14 @@ struct Sums {
         uint32_t left[4];
         load_turned(left, S::further(place, tile) + step * 16 * S::kPitch);
 #pragma unroll
-        for (int part = S::kParts - 1; part >= 0; --part)
+        for (int piece = 0; piece < kPieces; ++piece) {
+          float more[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-          for (int piece = 0; piece < kPieces; ++piece)
-            multiply<S::kBf16>(sum[tile][piece], left, right[part][piece]);
+          for (int part = S::kParts - 1; part >= 0; --part)
+            multiply<S::kBf16>(more, left, right[part][piece]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[tile][piece][i] += more[i];
+        }
       }
     }
   }

@@ -12,7 +12,7 @@ under way. All other calls come from one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -171,16 +171,16 @@ class Segment:
         layout: of the blocks.
         heads: the KV heads that lie here.
         n_rows: tokens.
-        n_blocks: of each head.
     """
 
     layout: RowLayout
     heads: range
     n_rows: int
-    n_blocks: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.n_blocks = self.layout.blocks(self.n_rows)
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of each head."""
+        return -(-self.n_rows // self.layout.block_rows)
 
     @property
     def size_bytes(self) -> int:

@@ -287,6 +287,7 @@ class SsdCache:
 
     def select(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what `sequences[i]` was. See `BatchRows.select`."""
+        self.rows.check_select(sequences)
         self.ahead.forget()
         self.rows.select(sequences)
         if self.proposal is not None:

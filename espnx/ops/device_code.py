@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ LIBRARY = "libcuda.so.1"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHARED_BYTES_MAX = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_BYTES_FREE = 48 * 1024  # of a block without asking
+_CAPABILITY_MIN = (8, 0)
 
 Argument: TypeAlias = torch.Tensor | ctypes.c_int64 | ctypes.c_uint32
 
@@ -124,16 +126,18 @@ class Code:
         self._library = driver.load(file.read_bytes())
         self._kernels: dict[str, ctypes.c_void_p] = {}
         self._allowed: dict[tuple[str, int], int] = {}
+        self._allowing = threading.Lock()  # what one thread has been allowed no other takes back
 
     def kernel(self, name: str, device: int, shared_bytes: int) -> ctypes.c_void_p:
         """One that may be launched with that much shared memory."""
-        if name not in self._kernels:
-            self._kernels[name] = self._driver.kernel(self._library, name)
-        wanted = max(shared_bytes, _SHARED_BYTES_FREE)
-        if self._allowed.get((name, device), _SHARED_BYTES_FREE) < wanted:
-            self._driver.allow_shared(self._kernels[name], shared_bytes, device)
-            self._allowed[name, device] = shared_bytes
-        return self._kernels[name]
+        with self._allowing:
+            if name not in self._kernels:
+                self._kernels[name] = self._driver.kernel(self._library, name)
+            wanted = max(shared_bytes, _SHARED_BYTES_FREE)
+            if self._allowed.get((name, device), _SHARED_BYTES_FREE) < wanted:
+                self._driver.allow_shared(self._kernels[name], shared_bytes, device)
+                self._allowed[name, device] = shared_bytes
+            return self._kernels[name]
 
 
 @functools.cache
@@ -159,7 +163,7 @@ def is_there(name: str, kernel: str, device: torch.device, shared_bytes: int = 0
     """Whether a kernel of ``csrc/cuda/<name>.cu`` can be launched on a device, with that much
     shared memory for a block."""
     code = _code(name) if device.type == "cuda" else None
-    if code is None:
+    if code is None or _is_older(device):
         return False
     try:
         code.kernel(kernel, _index(device), shared_bytes)
@@ -167,6 +171,11 @@ def is_there(name: str, kernel: str, device: torch.device, shared_bytes: int = 0
         log.info("%s is not used on %s: %s", kernel, device, error)
         return False
     return True
+
+
+def _is_older(device: torch.device) -> bool:
+    """A driver may find out at the launch that it has no code for a GPU."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _CAPABILITY_MIN
 
 
 def _index(device: torch.device) -> int:

@@ -232,7 +232,8 @@ def attending_by_slices(
 ) -> DeviceVariant:
     """A kernel of attention in csrc/cuda; ``dv`` 0: rows that are K and V at once. Its inner loops
     copy pieces of rows of K and, where they are apart, of V, of 8 rows in so many turns; take two
-    queries at a time; and for these the shares of four warps, or of two where registers are few."""
+    queries at a time; for these the shares of four warps, or of two where registers are few; and
+    multiply 16 rows at a time with weights."""
     plan = by_slices.plan(n_queries, d, dv, fmt)
     assert plan is not None
     copies, turns = plan.slice_dims // 32, -(-plan.queries // (2 * plan.warps))
@@ -244,7 +245,7 @@ def attending_by_slices(
         32 * plan.warps,
         by_slices.TILE_ROWS * (d + dv) * 2,
         plan.shared_bytes,
-        (copies, copies if dv else 0, turns, shares),
+        (copies, copies if dv else 0, turns, shares, by_slices.TILE_ROWS // 16),
         has_bar,
         tiles_ahead=plan.stages - 1,
     )

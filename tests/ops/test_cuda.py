@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.ops import crc32c_ranges, crc32c_ranges_reference, maxsim, maxsim_reference
-from espnx.ops.crc32c.cuda import crc32c_cuda, crc32c_triton
+from espnx.ops import crc32c_ranges, crc32c_ranges_reference, device_code, maxsim, maxsim_reference
+from espnx.ops.attention import by_slices
+from espnx.ops.crc32c.cuda import SHARED_BYTES, crc32c_cuda, crc32c_triton
 from espnx.ops.gather import gather, gather_reference
 from espnx.ops.gather.cuda import copy_by_index
 from espnx.ops.maxsim import by_warps
@@ -19,6 +20,8 @@ from tests.ops.tolerances import assert_scores_close, maxsim_bound
 pytestmark = pytest.mark.gpu
 COUNTS = (0, 1, 63, 300, 64, 2)
 # that hold small integers exactly
+# whose kernels of csrc/cuda there are
+RESIDUAL = [each for each in by_warps.RINGS if each[0].startswith("residual")]
 FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16"])
 EVERY_FORMAT = pytest.mark.parametrize(
     "fmt", ["fp16", "fp32", "bf16", "int8", "bit1", "residual1", "residual2", "residual4"]
@@ -119,6 +122,36 @@ def test_both_versions_of_maxsim_bit_for_bit(fmt: str, d: int) -> None:
         several = query.dim() == 3
         for one, given in zip(*((query, scores) if several else ([query], [scores])), strict=True):
             assert torch.equal(given.cpu(), scored(one, documents))
+
+
+@pytest.mark.parametrize(("fmt", "d"), RESIDUAL)
+def test_residual_rows_of_many_documents(fmt: str, d: int) -> None:
+    """More documents than warps hold at once, of one query and of several."""
+    lengths = (torch.arange(2500) * 37 % 41).tolist()
+    records = scatter([normals(n, d, seed=n) for n in lengths], fmt, align_bytes=16)
+    assert records.codebook is not None
+    there = (records.buffer.cuda(), records.offset_bytes.cuda(), records.n_tokens.cuda(), fmt)
+    queries = normals(3, 32, d, seed=99)
+    found = maxsim(queries.cuda(), *there, codebook=records.codebook.to("cuda")).cpu()
+    one = maxsim(queries[0].cuda(), *there, codebook=records.codebook.to("cuda")).cpu()
+    assert torch.equal(one, found[0])
+    for query, scores in zip(queries, found, strict=True):
+        expected = maxsim_reference(query, *records.args, codebook=records.codebook)
+        assert_scores_close(scores, expected, maxsim_bound(query, records, tensor_cores=True))
+
+
+def test_every_kernel_of_csrc_cuda_is_there() -> None:
+    """Else the tests beside this one would pass by other versions. Fails without nvcc."""
+    there = torch.device("cuda", torch.cuda.current_device())
+    for fmt, d in by_warps.RINGS:
+        assert by_warps.is_compiled(fmt, d, 32, there), (fmt, d)
+    for fmt in by_slices.FORMATS:
+        for d in (256, 576):
+            for n_queries in (8, 16):
+                given = (n_queries, d, 0, fmt, by_slices.ALIGNMENT_BYTES, there)
+                assert by_slices.compiled_plan(*given) is not None, given
+    assert device_code.is_there("crc32c", "espnx_crc32c", there, SHARED_BYTES)
+    assert device_code.is_there("gather", "espnx_gather_16", there)
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])

@@ -92,7 +92,7 @@ def test_what_the_driver_refuses() -> None:
 def test_another_version_is_used_where_code_cannot_run(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that is too old, and a GPU with less shared memory."""
+    """A driver that is too old, a GPU with less shared memory, and one before Ampere."""
     file = tmp_path / "x.fatbin"
     file.write_bytes(b"code")
     monkeypatch.setattr(device_code, "compiled_file", lambda name: file)
@@ -103,6 +103,11 @@ def test_another_version_is_used_where_code_cannot_run(
         there = torch.device("cuda", 0)
         assert device_code.is_there("x", "espnx_x", there, 160 << 10) is expected
         assert not device_code.is_there("x", "espnx_x", CPU, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
+        device_code.is_there.cache_clear()
+        assert device_code.is_there("x", "espnx_x", there, 0) is expected
     device_code._code.cache_clear()
     device_code.is_there.cache_clear()
 

@@ -33,15 +33,16 @@ query in three bf16 parts: off by less than ``2^-21`` of each value. Products wi
 are summed apart, or before the others: their sums, and so what is rounded off them, are a 2^11th or
 a 2^8th of the others'. That adds one rounding, or two.
 
-Residual rows by warps on tensor cores (csrc/cuda) are within what fp32 is allowed, ``gamma(1.5 d +
-Lq + 4)`` of B with ``u = 2^-24``. A value is the same fp32 sum as elsewhere. It and the query's go
-in two fp16 parts, each off by ``2^-22`` of itself, and products of two second parts, ``2^-22``, are
-left out: 12 u. Each half of the values has sums of its own: ``d / 2 + 1`` truncations of ``2^-23``,
-one u to add the halves, less than one for the small products. Lanes sum ``d / 4`` squares, two
+Residual rows by warps on tensor cores (csrc/cuda) are allowed 4 roundings more than in fp32,
+``gamma(1.5 d + Lq + 8)`` of B with ``u = 2^-24``. A value is the same fp32 sum as elsewhere. It and
+the query's go in two fp16 parts, each off by ``2^-22`` of itself, and products of two second parts,
+``2^-22``, are left out: 12 u. Each half of the values has sums of its own: ``d / 2 + 1``
+truncations of ``2^-23`` of what is added, ``d / 32`` of the sums of 16 values, one u to add the
+halves, less than one for the small products. Lanes sum ``d / 4`` squares, two
 shuffles add them, and the root halves what that is off: ``d / 8 + 1``; the approximate reciprocal
 root is off by ``2^-22.9``, and its product by one u. Where fp16's least step loses more than
-``2^-21`` of the score, the document is made once more in fp32: 8 u. Together ``1.125 d + 28.2``,
-and as many to sum maxima as Lq - 1, five at most: less than ``1.5 d + Lq + 4`` from d = 64 on.
+``2^-21`` of the score, the document is made once more in fp32: 8 u. Together ``1.1875 d + 28.2``,
+and as many to sum maxima as Lq - 1, five at most: less than ``1.5 d + Lq + 8`` from d = 64 on.
 
 Distances. Of whole numbers they are exact until they are rounded, once, so all versions agree. Of
 floats the reference computes in fp64 and rounds once. A squared difference has the rounding of the
@@ -96,6 +97,8 @@ def maxsim_bound(
         bound = (truncated + 2.0**-22) * magnitude + 2.0**-36 * peaks
     elif tensor_cores and fmt == "bf16":
         bound = (gamma(roundings + 2, 2.0**-23) + gamma(roundings, 2.0**-24) + 2.0**-21) * magnitude
+    elif tensor_cores and fmt.startswith("residual"):
+        bound = (gamma(roundings + 4, 2.0**-24) + gamma(roundings, 2.0**-24)) * magnitude
     elif fmt in ("int8", "bit1") and cpu_level in ("vnni", "amx"):
         bound = bound + peaks / 64000
     elif fmt in ("fp16", "bf16") and cpu_level == "amx":

@@ -141,7 +141,7 @@ def test_few_queries_of_whole_blocks(fmt: str, d: int, dv: int, group: int, gap_
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
-@pytest.mark.parametrize(("d", "dv", "block_rows", "n_blocks", "whole"), SHORT_BLOCKS)
+@pytest.mark.parametrize(("d", "dv", "block_rows", "n_blocks", "whole"), some(SHORT_BLOCKS, 2))
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("gap_bytes", [2, 16])
 def test_few_queries_of_short_blocks(
@@ -259,7 +259,7 @@ def test_scores_of_models_over_blocks(fmt: str, names: tuple[str, ...], block_ro
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("d", some([8, 40, 80, 96, 112], 2))
+@pytest.mark.parametrize("d", some([8, 40, 80, 96, 112], 3))
 @pytest.mark.parametrize("fmt", ["fp16", "int8"])
 def test_every_multiple_of_8(fmt: str, d: int) -> None:
     case = make_case(n_rows=[33], n_kv=1, group=16, d=d, fmt=fmt, block_rows=32, gap_bytes=16)
@@ -290,6 +290,7 @@ def test_not_finite_wide(fmt: str, at: int) -> None:
     assert o[0, 0, 0].isfinite().all()
 
 
+@pytest.mark.sampled(1)
 @FORMATS
 @pytest.mark.parametrize("block_rows", [4, 16, 128])
 def test_offsets_beyond_32_bits(fmt: str, block_rows: int) -> None:

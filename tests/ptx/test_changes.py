@@ -252,7 +252,7 @@ def why_a_mask_is_not_needed(program: str, text: str) -> str | None:
     return None
 
 
-@in_steps(24)
+@in_steps(36)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]) -> None:
     texts: list[str] = []
@@ -283,7 +283,7 @@ def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]
 
 
 @needs_nvcc
-@in_steps(9)
+@in_steps(18)
 @pytest.mark.parametrize(
     "program",
     [

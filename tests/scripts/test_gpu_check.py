@@ -89,11 +89,11 @@ def test_a_check_that_crashes_or_hangs_is_a_failed_row(
 def test_a_hanging_check_takes_its_children_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     code = (
-        f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 0.6; touch {mark}']); "
+        f"import subprocess, time; subprocess.Popen(['sh', '-c', 'sleep 1; touch {mark}']); "
         "time.sleep(60)"
     )
-    gpu_check.run_check("x", [sys.executable, "-c", code], tmp_path / "x.json", 0.3)
-    time.sleep(0.6)
+    gpu_check.run_check("x", [sys.executable, "-c", code], tmp_path / "x.json", 0.5)
+    time.sleep(0.8)
     assert not mark.exists()
 
 

@@ -1,5 +1,5 @@
-"""What all devices share that keep rows in a file: the file, its space, rows on their way into it,
-which reads a ticket needs."""
+"""What all devices share that keep rows in a file: how rows become segments of it, and which reads
+a ticket needs."""
 
 from __future__ import annotations
 

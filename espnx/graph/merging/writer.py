@@ -221,13 +221,16 @@ class GraphWriter(GraphIndex):
             try:
                 merge_changes(pages, pending, self._memory_bytes, measure, progress)
                 self._log.close()
-                self._now = self._opened()
+                now = self._opened()
+                log = LogWriter(now[0].facts, empty_log(now[0].facts), self._durability)
+                log.broken = self._log.broken
+                # Together: nobody reads what is added to the log of pages that are merged.
+                self._now, self._log = now, log
             except BaseException as error:
                 # the new pages may be there all the same: nobody reads this log any more
                 if self._may_be_merged(pages.facts):
                     self._log.broken = error
                 raise
-            self._log = LogWriter(self.facts, empty_log(self.facts), self._durability)
             return True
 
     def _may_be_merged(self, facts: GraphFacts) -> bool:

@@ -28,7 +28,7 @@ from ...kv.schedule import Decision
 from ...kv.striping import Storage, directories_of
 from ...suggestions import suggests_keywords
 from .draft_option import draft_of
-from .forward.layers import layers_on
+from .forward.layers import check_config, layers_on
 from .forward.state import PassState
 from .graphs import outside_graphs
 from .kept import KeptAs
@@ -136,23 +136,23 @@ class KVCache(Cache):
             deadline_s=deadline_s,
         )
         kept_as = KeptAs(name, fingerprint, library_bytes)
+        check_config(config)
         storage = directories_on(device) if storage is None else storage
-        layers = layers_on(storage, config, is_kept=name is not None)
         if x_rows is not None:
             check_whole("x_rows", x_rows, 0)
         self.draft = draft_of(draft, draft_memory, draft_read_ahead_bytes, x_rows, config)
         self.assistant = None if draft is None or isinstance(draft, str) else draft
         if tier_of(self.draft) is not None:
             x_rows = 0
-        super().__init__(layers=layers)
+        super().__init__(layers=layers_on(storage, config, is_kept=name is not None))
         self._name, self._storage, self.is_closed = name, directories_of(storage), False
         self._kept = kept_as.lock(storage)
         with ExitStack() as undo:  # an error leaves nothing open
             if self._kept is not None:
                 undo.callback(self._kept.name.abandon)
-            self.store = self._make_store(storage, len(layers), options)
+            self.store = self._make_store(storage, len(self.layers), options)
             undo.callback(self.store.close)
-            self.passes = PassState(layers, self.store, self._kept, x_rows, threads)
+            self.passes = PassState(self.layers, self.store, self._kept, x_rows, threads)
             self.passes.resume()
             undo.pop_all()
 

@@ -13,6 +13,7 @@ import torch
 from .. import device_code
 
 FORMATS = ("fp16", "bf16")
+QUERIES_MAX = 16  # of a block
 ALIGNMENT_BYTES = 16  # of blocks, and of the query
 DIM_MIN, DIM_MAX = 129, 1024  # of the longer rows; shorter ones have other kernels
 TILE_ROWS = 32
@@ -63,7 +64,7 @@ def plan(
     widest = max(d, dv)
     if fmt not in FORMATS or not DIM_MIN <= widest <= DIM_MAX:
         return None
-    queries, slice_dims = 8 if n_queries <= 8 else 16, _slice_dims(widest, n_queries)
+    queries, slice_dims = 8 if n_queries <= 8 else QUERIES_MAX, _slice_dims(widest, n_queries)
     warps = -(-widest // slice_dims)
     sizes = {n: _shared_bytes(n, queries, d, dv, fmt, slice_dims) for n in _STAGES}
     fitting = {n: (shared_bytes - _SYSTEM_BYTES) // (sizes[n] + _SYSTEM_BYTES) for n in _STAGES}

@@ -34,6 +34,7 @@ _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEW_PARTS = 8  # to merge: many have a variant of their own
 _MERGED_DIM = 64  # values of a row that a program merges
+_SOFT_CAP_MIN = 2.0**-126  # fp32 holds it, and what scores are divided by it
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 #: Kernels count rows in 32 bits, up to the end of a tile, or of a part, that begins within them.
 _ROWS_END = 2**31 - 2**20
@@ -338,7 +339,10 @@ def attention_inside_triton(
         )
     turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
     shape = launch_shape(n_queries, d, width, fmt, turned=turned)
-    plan = by_slices.compiled_plan(n_queries, d, dv, fmt, align_bytes, query.device)
+    plan = None
+    # Of many queries `attention.py` takes twice as many at a time, and so reads rows half as often.
+    if n_queries <= by_slices.QUERIES_MAX or is_wide(d, dv):
+        plan = by_slices.compiled_plan(n_queries, d, dv, fmt, align_bytes, query.device)
     block_queries, tile_rows = shape["BLOCK_Q"], shape["BLOCK_T"]
     wanted = programs_wanted(d, width, fmt, turned=turned)
     if plan is not None:
@@ -426,9 +430,11 @@ def _kernel_for(d: int, dv: int, fmt: str, *, turned: bool) -> Any:
 def _check_rules(rules: ScoreRules, query: torch.Tensor) -> None:
     """Raises InvalidInputError unless the rules fit the queries."""
     batch, heads, q_len, _ = query.shape
-    if not 0 <= rules.soft_cap < float("inf"):
+    if rules.soft_cap != 0 and not _SOFT_CAP_MIN <= rules.soft_cap <= 1 / _SOFT_CAP_MIN:
         raise InvalidInputError(
-            "attention soft_cap", got=rules.soft_cap, expected="a finite number above 0, or 0"
+            "attention soft_cap",
+            got=rules.soft_cap,
+            expected=f"{_SOFT_CAP_MIN:g} to {1 / _SOFT_CAP_MIN:g}, or 0",
         )
     if not 0 <= rules.window < 2**31:
         raise InvalidInputError(

@@ -17,9 +17,11 @@ import espnx.graph
 from espnx import errors
 from espnx.graph.codes.codebook import Codebook
 from espnx.graph.edges import robust_prune
+from espnx.graph.merging import writer
 from espnx.graph.merging.lists import MergedLists
 from espnx.graph.pages.checked import open_pages, read_pages
 from espnx.graph.updates.log import RECORD, log_path
+from espnx.graph.updates.log_writer import LogWriter
 from espnx.storage import NativeEngine, files
 from tests.forks import Forks
 from tests.graph.conftest import clustered, exact, recall_of
@@ -477,6 +479,50 @@ def test_what_is_merged_and_cannot_be_opened_takes_no_more(
         assert len(graph) == 205
     with espnx.graph.open_writer(tmp_path / "g") as graph:
         assert living(graph) == list(range(205))
+
+
+@pytest.mark.parametrize("name", ["_opened", "LogWriter"])
+def test_a_merge_that_is_interrupted_at_its_end_takes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Pages and log are those before, which a reader has left behind."""
+    base = small(tmp_path / "g", 200)
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph.add(base[:5])
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                espnx.graph.GraphIndex if name == "_opened" else writer, name, interrupt
+            )
+            with pytest.raises(KeyboardInterrupt):
+                graph.merge()
+        with pytest.raises(errors.StateError, match="open it again"):
+            graph.add(base[:1])
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        assert living(graph) == list(range(205))
+
+
+def test_a_log_that_fails_beside_a_merge_takes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = small(tmp_path / "g", 200)
+    close = LogWriter.close
+
+    def fail(log: LogWriter) -> None:
+        log.broken = OSError(errno.EIO, "of another thread")
+        close(log)
+
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        graph.add(base[:5])
+        with monkeypatch.context() as patched:
+            patched.setattr(LogWriter, "close", fail)
+            assert graph.merge()
+        assert len(graph) == 205
+        with pytest.raises(errors.StateError, match="of another thread"):
+            graph.add(base[:1])
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,13 @@ def test_a_model_that_is_not_enabled(folder: Path) -> None:
         assert torch.equal(generate(enabled("llama"), prompt([20]), cache), expected("llama", [20]))
 
 
+def test_a_model_in_place_of_its_config() -> None:
+    """What it is told does not depend on what else is missing."""
+    model: Any = plain("llama")
+    with pytest.raises(errors.InvalidInputError, match=r"KVCache\(model.config, ...\)"):
+        KVCache(model)
+
+
 class OfANewerTransformers(transformers.LlamaForCausalLM):
     """Models take the cache by another name from 5.24 on."""
 

@@ -231,7 +231,7 @@ def one_search(path: Path, kind: Kind, nth: int, limit_s: float) -> tuple[bool, 
 
 @pytest.mark.parametrize("name", [*KINDS, "never", "never again"])
 def test_every_call_of_opening_and_searching(newer: Path, name: str) -> None:
-    kind = KINDS.get(name) or Kind("never", count=1 if name == "never" else -1, limit_s=0.05)
+    kind = KINDS.get(name) or Kind("never", count=1 if name == "never" else -1, limit_s=0.1)
     before = open_descriptors()
     outcomes = []
     step = 2 if kind.fault == "never" else 1

@@ -203,12 +203,8 @@ class InferenceOnly(torch.autograd.Function):
         )
 
 
-def layers_on(storage: Storage, config: PreTrainedConfig, *, is_kept: bool) -> list[Any]:
-    """The layers of a model's cache whose rows go to these directories. Warns where none do.
-
-    Raises InvalidInputError: this is no config of a model, the model has layers that espnx does not
-    know, or is to be kept and has some that the framework keeps in memory.
-    """
+def check_config(config: PreTrainedConfig) -> None:
+    """Raises InvalidInputError where this is no config of a model."""
     if not isinstance(config, PreTrainedConfig):
         raise errors.InvalidInputError(
             "KVCache",
@@ -216,6 +212,14 @@ def layers_on(storage: Storage, config: PreTrainedConfig, *, is_kept: bool) -> l
             expected="a config of transformers",
             fix="KVCache(model.config, ...)",
         )
+
+
+def layers_on(storage: Storage, config: PreTrainedConfig, *, is_kept: bool) -> list[Any]:
+    """The layers of a model's cache whose rows go to these directories. Warns where none do.
+
+    Raises InvalidInputError: the model has layers that espnx does not know, or is to be kept and
+    has some that the framework keeps in memory.
+    """
     layers = layers_of(config.get_text_config(decoder=True), StoredLayer)
     n_stored = sum(isinstance(layer, StoredLayer) for layer in layers)
     if is_kept and n_stored < len(layers):
