@@ -2,9 +2,9 @@
 SHELL := /bin/bash
 PYTHON_VENV := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.hpp' 'csrc/*.cu' 'csrc/*.cuh' 2>/dev/null)
-# Tests on as many processes as there are cores, a file of tests on one, in the order of tests/conftest.py; on one process where
-# pytest-xdist could not be installed.
-PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
+# Tests on one process more than there are cores, since some wait for a disk or a deadline; a file of tests on one, in the order of
+# tests/conftest.py; on one process where pytest-xdist could not be installed.
+PARALLEL = $(shell $(PYTHON_VENV) -c 'import os, xdist; print("-n", min(os.cpu_count() + 1, 5), "--dist loadfile --no-loadscope-reorder")' 2>/dev/null)
 # Bytecode is kept whatever the environment says: without it collecting takes twice as long, and so do processes that tests start.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(PYTHON_VENV) -m pytest
 .DEFAULT_GOAL := help
