@@ -20,6 +20,8 @@
 
 #include <cstdint>
 
+#include "tensor_cores.cuh"
+
 namespace {
 
 constexpr int kWarp = 32, kRows = 32;            // rows of a tile: one a lane
@@ -59,11 +61,6 @@ struct alignas(16) Place {
   float alpha, down, slope;
   int position;
 };
-
-__device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, int n_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n_bytes)
-               : "memory");
-}
 
 // Waits until at most so many of a lane's groups of copies are under way.
 __device__ __forceinline__ void wait_for_copies(int n_left) {
@@ -105,41 +102,11 @@ __device__ __forceinline__ float largest_of(float x) {
   return __int_as_float(most ^ ((most >> 31) & 0x7FFFFFFF));
 }
 
-template <bool kBf16>
-__device__ __forceinline__ void multiply(float* sum, const uint32_t* a, uint2 b) {
-  if constexpr (kBf16) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-  }
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t* a, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(address)
-               : "memory");
-}
-
 __device__ __forceinline__ void load_turned(uint32_t* a, uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(address)
                : "memory");
-}
-
-__device__ __forceinline__ float fp32_of(uint32_t half) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
-  return value;
 }
 
 // One of the parts of a number: in fp16 the number and what that misses, in bf16 its leading bits,

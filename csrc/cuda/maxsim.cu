@@ -11,13 +11,6 @@
 
 namespace {
 
-__device__ __forceinline__ void load_matrices(uint32_t* a, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(address)
-               : "memory");
-}
-
 // The first and the third of a word's four int8 in fp16, by their bits: 1024 + n is 0x6400 + n, and
 // 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
 __device__ __forceinline__ uint32_t codes_of(uint32_t word) {
@@ -146,7 +139,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S, kFormat>& rows
       for (int step = 0; step < S::kSteps; ++step)
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
-          multiply<kFormat>(product[piece], left[step], query.part(part, step, piece));
+          multiply<kFormat == kBf16>(product[piece], left[step], query.part(part, step, piece));
     if (n_rows < S::kRows) best.mask(product, tile, n_rows);
     const float scale[2] = {rows.scale(tile, 0, n_rows), rows.scale(tile, 1, n_rows)};
     best.take(product, scale);

@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "tensor_cores.cuh"
+
 namespace {
 
 constexpr int kWarp = 32, kTokens = 32;  // query tokens, in four pieces of 8
@@ -37,11 +39,6 @@ struct Arguments {
   int n_queries, n_query;
 };
 
-__device__ __forceinline__ void copy_ahead(uint32_t to, const void* from, int n_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n_bytes)
-               : "memory");
-}
-
 __device__ __forceinline__ void copy_ahead(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -52,33 +49,10 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return largest;
 }
 
-template <Format kFormat>
-__device__ __forceinline__ void multiply(float* sum, const uint32_t* a, uint2 b) {
-  if constexpr (kFormat == kBf16) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-  }
-}
-
 __device__ __forceinline__ uint32_t load_word(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
-}
-
-__device__ __forceinline__ float fp32_of(uint32_t half) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
-  return value;
 }
 
 __device__ __forceinline__ uint32_t fp16_of(float x, float y) {

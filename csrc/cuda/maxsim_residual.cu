@@ -306,16 +306,16 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S>& rows, uint32_
       rows.values(high[i], low, step);
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        multiply<kResidual>(product[half][piece], low, query.part(0, step, piece));
-        multiply<kResidual>(product[half][piece], high[i], query.part(1, step, piece));
+        multiply<false>(product[half][piece], low, query.part(0, step, piece));
+        multiply<false>(product[half][piece], high[i], query.part(1, step, piece));
       }
     }
 #pragma unroll
     for (int i = 0; i < S::kSteps / 2; ++i)
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece)
-        multiply<kResidual>(product[half][piece], high[i],
-                            query.part(0, half * (S::kSteps / 2) + i, piece));
+        multiply<false>(product[half][piece], high[i],
+                        query.part(0, half * (S::kSteps / 2) + i, piece));
   }
 #pragma unroll
   for (int i = 0; i < kPieces * 4; ++i) product[0][i / 4][i % 4] += product[1][i / 4][i % 4];
