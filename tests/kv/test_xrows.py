@@ -12,7 +12,7 @@ from espnx import errors
 from espnx.device.interface import SegmentView
 from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
-from espnx.kv.x_rows import Projection, Recomputer, absorb, release
+from espnx.kv.x_rows import Projection, Recomputer, absorb, contiguous_rows, release
 from espnx.ops.attention import Queries, merge
 
 U = 2.0**-24  # unit roundoff of fp32
@@ -73,6 +73,23 @@ def test_rows(n: int, dtype: torch.dtype, has_bias: bool) -> None:
                 <= 25 * (HIDDEN + 2) * U + 2 * UNITS[dtype] * (wanted.abs() + 1e-3)
             ).all()
         )
+
+
+@pytest.mark.parametrize("width", [8, 12, 24])
+@DTYPES
+def test_rows_keep_every_bit(width: int, dtype: torch.dtype) -> None:
+    """They are put in order by pieces of 16 bytes, or one by one where heads are none: NaNs of any
+    bits, infinities and zeros of either sign come as they were."""
+    n, bits = 5, torch.int32 if dtype == torch.float32 else torch.int16
+    drawn = torch.randint(-(2**31), 2**31, (n, N_KV * width), generator=torch.Generator())
+    rows = drawn.to(bits).view(dtype)
+    rows[0, :4] = torch.tensor([torch.inf, -torch.inf, -0.0, torch.nan])
+    k = rows.view(1, n, N_KV, width).transpose(1, 2)
+    for each in (k, k[:, :, 1:], k[:, :, :1], k[:, :, :0]):
+        got = contiguous_rows(each)
+        assert got.is_contiguous()
+        assert got.shape == each.shape
+        assert torch.equal(got.view(bits), each.contiguous().view(bits))
 
 
 def test_what_finishes_k(monkeypatch: pytest.MonkeyPatch) -> None:
