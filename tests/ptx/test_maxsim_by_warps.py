@@ -1,5 +1,5 @@
-"""csrc/cuda/maxsim.cu and maxsim_residual.cu as nvcc compiles them for sm_90, executed, against the
-reference within the bounds of docs/tolerances.md."""
+"""csrc/cuda/maxsim.cu, maxsim_fp32.cu and maxsim_residual.cu as nvcc compiles them for sm_90, executed,
+against the reference within the bounds of docs/tolerances.md."""
 
 from __future__ import annotations
 
@@ -429,4 +429,7 @@ def test_rings_are_those_of_the_source() -> None:
     text = (SOURCES / "maxsim_residual.cu").read_text()
     for nbits, d, stages in re.findall(r"^MAXSIM\((\d), (\d+), (\d)\)$", text, re.MULTILINE):
         rings[f"residual{nbits}", int(d)] = (1, int(stages))
+    text = (SOURCES / "maxsim_fp32.cu").read_text()
+    for d, stages in re.findall(r"^MAXSIM\((\d+), (\d)\)$", text, re.MULTILINE):
+        rings["fp32", int(d)] = (1, int(stages))
     assert rings == RINGS
