@@ -1,11 +1,13 @@
-// MaxSim of a query of up to 32 tokens with ragged documents of fp32 rows in place in a byte buffer.
+// MaxSim of a query of up to 32 tokens with ragged documents of fp32 rows in place in a byte
+// buffer.
 //
-// -inf for a document without rows, NaN where a product with one of its rows is NaN. Documents begin
-// at multiples of 16 bytes; the query lies at one, too. maxsim.cuh says how warps share the work.
+// -inf for a document without rows, NaN where a product with one of its rows is NaN. Documents
+// begin at multiples of 16 bytes; the query lies at one, too. maxsim.cuh says how warps share the
+// work.
 //
 // A row is scaled by the power of two that brings its largest value to 2^14, and goes in two parts
 // of fp16, made in registers, as the query does; three products of parts add up to theirs but for
-// 2^-21 of each. What tensor cores add they cut off, and a sum of a whole row would lose more by
+// 2^-21 of each. What tensor cores add they cut off, and a sum of a whole row could lose more by
 // that than fp32's own roundings may: so 16 or 32 values have a sum of their own, and plain
 // additions make one of them.
 //
@@ -34,28 +36,16 @@ struct Shape {
   static constexpr int kStageBytes = kRows * kPitch;
 };
 
-// How far from zero a score has to be, so that steps of fp16 are off by less than 2^-21 of it. A
-// step is 2^-24, of which half at most is lost of each value of a row, times the query's value and
-// the inverse of the row's factor; and of each value of a query token 2^-38 of its power of two,
-// times a value of the row, which is at most 2^15 times that inverse.
-struct Doubt {
-  float of_inverse;
-
-  template <typename S, typename Q>
-  __device__ __forceinline__ void prepare(const Q& query, const float* values, int n_query,
-                                          int lane) {
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int i = lane; i < n_query * S::kWidth; i += kWarp) sum += fabsf(values[i]);
-    const float of_rows = sum_of_lanes(sum) * 0.0625f;  // 2^-25 over 2^-21
-    const float powers = sum_of_lanes(query.token < n_query ? query.factor * kLift : 0.0f);
-    of_inverse = fmaf(powers, S::kWidth * 0.25f, of_rows);  // 2^(15 - 38) over 2^-21
-  }
-
-  __device__ __forceinline__ bool allows(float score, float inverse) const {
-    return fabsf(score) >= of_inverse * inverse;  // NaN is not
-  }
-};
+// How far from zero a score has to be, over the largest of its rows' inverse factors, so that steps
+// of fp16 are off by less than 2^-21 of it. A step is 2^-24, of which half at most is lost of each
+// value of a row, times the query's value, which is less than twice its token's power of two; and
+// 2^-13 as much of that power is lost of each value of the query, times the row's value, which is
+// at most 2^15 times the inverse: 3 * 2^-24 of the power for each value, together.
+template <typename S, typename Q>
+__device__ __forceinline__ float least_score(const Q& query) {
+  constexpr float kOfEach = 3.0f / (1 << 24) * (1 << 21);
+  return sum_of_lanes(query.factor * kLift) * (S::kWidth * kOfEach);
+}
 
 // One document's score by plain multiply-adds: a query token a lane, a row after another.
 template <typename S>
@@ -180,8 +170,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
   Query<S, kFp32, kWidth> query;
   query.lane = lane, query.shared = nullptr;
   query.prepare(values, a.n_query, warp, n_warps);
-  Doubt doubt;
-  doubt.prepare<S>(query, values, a.n_query, lane);
+  const float least = least_score<S>(query);
 
   Best best{lane};
   best.begin();
@@ -199,7 +188,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
 #pragma unroll
       for (int by = 4; by < kWarp; by *= 2)
         largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, by));
-      if (!doubt.allows(sum, largest) || !(fabsf(sum) < INFINITY))
+      if (!(fabsf(sum) >= least * largest && fabsf(sum) < INFINITY))  // NaN is neither
         sum = score_with_care<S>(a, values, what.x, lane);
       if (lane == 0) score[what.x] = sum;
       best.begin();

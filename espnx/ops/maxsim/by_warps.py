@@ -1,5 +1,5 @@
-"""``csrc/cuda/maxsim.cu``, ``maxsim_fp32.cu`` and ``maxsim_residual.cu``: which rows and queries they
-have kernels for, and their launch."""
+"""``csrc/cuda/maxsim.cu``, ``maxsim_fp32.cu`` and ``maxsim_residual.cu``: which rows and queries
+they have kernels for, and their launch."""
 
 from __future__ import annotations
 
