@@ -8,8 +8,8 @@
 // A row is scaled by the power of two that brings its largest value to 2^14, and goes in two parts
 // of fp16, made in registers, as the query does; three products of parts add up to theirs but for
 // 2^-21 of each. What tensor cores add they cut off, and a sum of a whole row could lose more by
-// that than fp32's own roundings may: so 16 or 32 values have a sum of their own, and plain
-// additions make one of them.
+// that than fp32's own roundings may: so each 16 or 32 values have a sum of their own, and plain
+// additions add those.
 //
 // A part of fp16 has a least step. What is lost by that is bounded; where it might be more than
 // 2^-21 of a document's score, or the score is not finite, the document is made once more, by plain
