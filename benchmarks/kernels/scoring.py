@@ -42,7 +42,7 @@ def _point(shape: Shape) -> Point:
             "query_tokens": QUERY_TOKENS,
         },
         shape.flops,
-        shape.fmt if shape.fmt in ("bf16", "fp32") else "fp16",
+        "bf16" if shape.fmt == "bf16" else "fp16",  # fp32 rows go in parts of fp16
         lambda setting, peers: make(shape, setting, peers),
         _peers(shape),
     )

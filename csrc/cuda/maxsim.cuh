@@ -26,7 +26,7 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 // Parts of fp16 are of 2^13 times as much: what misses of a value stays in its normal range.
 constexpr float kLift = 8192.0f;
 
-enum Format { kFp16, kBf16, kInt8, kBit1, kResidual };
+enum Format { kFp32, kFp16, kBf16, kInt8, kBit1, kResidual };
 
 struct Arguments {
   const float* query;  // [n_queries, n_query, d]
@@ -53,6 +53,21 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
+}
+
+__device__ __forceinline__ float4 load_four(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float sum_of_lanes(float value) {
+#pragma unroll
+  for (int by = kWarp / 2; by; by /= 2) value += __shfl_xor_sync(kAll, value, by);
+  return value;
 }
 
 __device__ __forceinline__ uint32_t fp16_of(float x, float y) {
@@ -175,6 +190,9 @@ __device__ __forceinline__ void query_values(const float* query, int n_query, in
   if constexpr (kFormat == kInt8) {
     const float4 q = *reinterpret_cast<const float4*>(at + 4 * (t * (kWidth / 16) + step));
     v[0] = q.x, v[1] = q.z, v[2] = q.y, v[3] = q.w;
+  } else if constexpr (kFormat == kFp32) {
+    const float4 q = *reinterpret_cast<const float4*>(at + 4 * (step / 2 * 8 + 2 * t + step % 2));
+    v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
   } else if constexpr (kFormat == kResidual) {
     const float4 q = *reinterpret_cast<const float4*>(at + 4 * (t * (kWidth / 16) + step));
     v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;

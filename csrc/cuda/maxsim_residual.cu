@@ -54,15 +54,6 @@ struct Shape {
   }
 };
 
-__device__ __forceinline__ float4 load_four(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 // So many of a place's weights.
 template <int kCount>
 __device__ __forceinline__ void load_weights(float* w, uint32_t address) {
@@ -74,12 +65,6 @@ __device__ __forceinline__ void load_weights(float* w, uint32_t address) {
     asm("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(w[0]), "=f"(w[1]) : "r"(address));
   else
     asm("ld.shared.f32 %0, [%1];" : "=f"(w[0]) : "r"(address));
-}
-
-__device__ __forceinline__ float sum_of_lanes(float value) {
-#pragma unroll
-  for (int by = kWarp / 2; by; by /= 2) value += __shfl_xor_sync(kAll, value, by);
-  return value;
 }
 
 // A power of two that brings what is as large as the first centroid's and the weights' largest to

@@ -14,8 +14,9 @@ from espnx.ops.gather import gather, gather_reference
 from espnx.ops.gather.cuda import copy_by_index
 from espnx.ops.maxsim import by_warps
 from espnx.ops.maxsim.cuda import maxsim_cuda, maxsim_triton
+from tests.ops.cut_off import lost_rows
 from tests.ops.records import integers, normals, scatter
-from tests.ops.tolerances import assert_scores_close, maxsim_bound
+from tests.ops.tolerances import assert_scores_close, gamma, maxsim_bound
 
 pytestmark = pytest.mark.gpu
 COUNTS = (0, 1, 63, 300, 64, 2)
@@ -96,7 +97,8 @@ def scored(query: torch.Tensor, documents: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("fmt", "d"),
-    [each for each in by_warps.RINGS if each[0] in ("fp16", "bf16", "int8")] + [("fp16", 384)],
+    [each for each in by_warps.RINGS if each[0] in ("fp32", "fp16", "bf16", "int8")]
+    + [("fp16", 384)],
 )
 def test_both_versions_of_maxsim_bit_for_bit(fmt: str, d: int) -> None:
     """More documents than warps hold at once, of very different lengths, by two streams at a time,
@@ -122,6 +124,20 @@ def test_both_versions_of_maxsim_bit_for_bit(fmt: str, d: int) -> None:
         several = query.dim() == 3
         for one, given in zip(*((query, scores) if several else ([query], [scores])), strict=True):
             assert torch.equal(given.cpu(), scored(one, documents))
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_the_most_that_parts_of_fp32_rows_lose(d: int) -> None:
+    """Where tensor cores cut off what they add and parts miss as much as they can; and values for
+    which fp16 has no steps, beside a large one that the query does not see."""
+    query, rows = lost_rows(d)
+    small = rows.clone()
+    small.fill_diagonal_(3e5)
+    for asked, given in ((query, rows), (query.masked_fill(torch.arange(d) == 5, 0.0), small[5:6])):
+        records = scatter([row[None] for row in given], "fp32", align_bytes=16)
+        found = maxsim(asked.cuda(), records.buffer.cuda(), *records.args[1:]).cpu().double()
+        exact = (given.double() @ asked.double().T)[:, 0]
+        assert ((found - exact).abs() <= gamma(d + 1, 2.0**-24) * exact).all()
 
 
 @pytest.mark.parametrize(("fmt", "d"), RESIDUAL)
@@ -154,12 +170,12 @@ def test_every_kernel_of_csrc_cuda_is_there() -> None:
     assert device_code.is_there("gather", "espnx_gather_16", there)
 
 
-@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8", "fp32"])
 @pytest.mark.parametrize("d", [64, 128, 384])
 def test_maxsim_of_what_is_not_finite(fmt: str, d: int) -> None:
     documents = [integers(n, d, seed=n).abs() + 1 for n in (70, 1, 17, 200, 33)]
     records = scatter(documents, fmt, align_bytes=16)
-    kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}[fmt]
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(fmt, torch.float32)
     for i, value in enumerate((torch.nan, torch.inf, -torch.inf)):
         given = torch.tensor([value], dtype=kind).view(torch.uint8)
         at = int(records.offset_bytes[i])

@@ -24,6 +24,9 @@ GROUP, QUAD = LANE // 4, LANE % 4
 TF32 = np.uint32(0xFFFFE000)
 HALVES = {"f16": 2, "bf16": 2, "tf32": 1}  # how many numbers a register holds
 PART_BYTES = 16  # a row of an 8 x 8 matrix of 16 bits
+#: Whether tensor cores cut off each addend behind the last bit of the largest, as V100's do (Fasi
+#: et al., below), which loses the most that any do, or the exact sum alone.
+CUTS_ADDENDS = False
 DESCRIPTOR_START, DESCRIPTOR_LEADING, DESCRIPTOR_STRIDE, DESCRIPTOR_SWIZZLE = 0, 16, 32, 62
 SWIZZLES = {1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row, and which of its bits are mixed
 
@@ -116,11 +119,20 @@ def product(instruction: Instruction, slots: Slots) -> Step:
         left = _values([given(each) for each in a], kind)[:, A_OF[halves]]
         right = _values([given(each) for each in b], kind)[:, B_OF[halves]]
         added = np.stack([given(each) for each in c], axis=1).view(np.float32)
-        whole = left.astype(np.float64).reshape(-1, 16, depth) @ right.reshape(-1, depth, 8)
-        whole += added.reshape(-1, 128)[:, c_of].reshape(-1, 16, 8)
+        left = left.astype(np.float64).reshape(-1, 16, depth)
+        right = right.reshape(-1, depth, 8)
+        added = added.reshape(-1, 128)[:, c_of].reshape(-1, 16, 8)
+        whole = sum_of_cut(left, right, added) if CUTS_ADDENDS else left @ right + added
         _spread(block, targets, _cut_off(whole.reshape(-1, 128)[:, places]))
 
     return step
+
+
+def sum_of_cut(left: np.ndarray, right: np.ndarray, added: np.ndarray) -> np.ndarray:
+    products = left[..., None] * right[:, None]
+    addends = np.concatenate([products, added[:, :, None]], axis=2)
+    last_bit = np.ldexp(1.0, np.frexp(np.abs(addends).max(axis=2, keepdims=True))[1] - 24)
+    return (np.trunc(addends / last_bit) * last_bit).sum(axis=2)
 
 
 def _cut_off(whole: np.ndarray) -> np.ndarray:

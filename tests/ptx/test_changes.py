@@ -152,6 +152,10 @@ def scores_by_warps(fmt: str) -> None:
             place = records.offset_bytes[4].item() + 2
             records.buffer[place : place + 2] = torch.tensor([0x80, 0x7F]).to(torch.uint8)
             expected = maxsim_reference(query, *records.args)
+        elif fmt == "fp32":
+            place = records.offset_bytes[4].item() + 4
+            records.buffer[place : place + 4] = torch.tensor([0, 0, 0x80, 0x7F]).to(torch.uint8)
+            expected = maxsim_reference(query, *records.args)
         elif codebook is not None:
             place = records.offset_bytes[4].item()
             records.buffer[place : place + 4] = 0xFF
@@ -204,6 +208,7 @@ DEVICE_PROGRAMS: dict[str, Callable[[], None]] = {
     "maxsim bf16 by warps": lambda: scores_by_warps("bf16"),
     "maxsim int8 by warps": lambda: scores_by_warps("int8"),
     "maxsim residual2 by warps": lambda: scores_by_warps("residual2"),
+    "maxsim fp32 by warps": lambda: scores_by_warps("fp32"),
     "attention by slices": attends_by_slices,
 }
 #: The file of csrc/cuda, the kernel where it has several, and how many barriers and waits. Masks of
@@ -215,6 +220,7 @@ DEVICE_CODE = {
     "maxsim bf16 by warps": ("maxsim", "espnx_maxsim_bf16_64", 3),
     "maxsim int8 by warps": ("maxsim", "espnx_maxsim_int8_64", 2),
     "maxsim residual2 by warps": ("maxsim_residual", "espnx_maxsim_residual2_64", 4),
+    "maxsim fp32 by warps": ("maxsim_fp32", "espnx_maxsim_fp32_64", 2),
     "attention by slices": ("attention", "espnx_attention_fp16_8_64", 17),
 }
 #: Of each program's barriers, waits and masks, by their order, those of which none is missed: no

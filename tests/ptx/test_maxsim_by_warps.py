@@ -1,5 +1,5 @@
-"""csrc/cuda/maxsim.cu and maxsim_residual.cu as nvcc compiles them for sm_90, executed, against the
-reference within the bounds of docs/tolerances.md."""
+"""csrc/cuda/maxsim.cu, maxsim_fp32.cu and maxsim_residual.cu as nvcc compiles them for sm_90,
+executed, against the reference within the bounds of docs/tolerances.md."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def spoiled(records: Records, document: int, row: int, value: float) -> None:
     token = token_format(records.format)
     d = 64
     at = int(records.offset_bytes[document]) + row * token.token_row_bytes(d)
-    kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}[records.format]
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(records.format, torch.float32)
     given = torch.tensor([value], dtype=kind).view(torch.uint8)
     records.buffer[at : at + given.numel()] = given
 
@@ -133,7 +133,10 @@ def test_as_launched(device_code: Callable[..., Any], fmt: str, d: int) -> None:
 @needs_nvcc
 @pytest.mark.parametrize(
     ("fmt", "d"),
-    some([("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128), ("residual2", 96)], 3),
+    some(
+        [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128), ("residual2", 96), ("fp32", 96)],
+        3,
+    ),
 )
 @pytest.mark.parametrize("blocks", [7, pytest.param(1, marks=pytest.mark.sweep)])
 def test_several_queries(few: Callable[..., None], fmt: str, d: int, blocks: int) -> None:
@@ -149,7 +152,7 @@ def test_several_queries(few: Callable[..., None], fmt: str, d: int, blocks: int
 
 @needs_nvcc
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])
 def test_bit_for_bit_where_fp32_is_exact(fmt: str) -> None:
     records = scatter([integers(n, 64, seed=n) for n in (40, 0, 1, 16)], fmt, align_bytes=16)
     query = integers(7, 64, seed=9)
@@ -159,7 +162,7 @@ def test_bit_for_bit_where_fp32_is_exact(fmt: str) -> None:
 @needs_nvcc
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
-    ("fmt", "d"), [("fp16", 64), ("int8", 96), ("bit1", 128), ("residual1", 96)]
+    ("fmt", "d"), [("fp16", 64), ("int8", 96), ("bit1", 128), ("residual1", 96), ("fp32", 128)]
 )
 def test_offsets_beyond_32_bits(fmt: str, d: int) -> None:
     records = scatter([normals(n, d, seed=n) for n in (3, 0, 40)], fmt, align_bytes=16)
@@ -171,7 +174,7 @@ def test_offsets_beyond_32_bits(fmt: str, d: int) -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8", "fp32"])
 def test_what_is_not_finite(fmt: str) -> None:
     """Stored NaNs and infinities (of int8 rows a scale, then NaN), the reference's NaNs, and no
     more; documents beside them keep their scores."""
@@ -192,7 +195,8 @@ def test_what_is_not_finite(fmt: str) -> None:
 @needs_nvcc
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
-    ("fmt", "d"), [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128), ("residual2", 64)]
+    ("fmt", "d"),
+    [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128), ("residual2", 64), ("fp32", 64)],
 )
 def test_queries_of_any_size(fmt: str, d: int) -> None:
     """Tokens of zeros, of values beyond fp16's, and of the largest of fp32."""
@@ -220,7 +224,7 @@ def test_scales_that_are_large_until_a_factor_makes_them_less() -> None:
 @needs_nvcc
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
-    ("fmt", "d"), [("fp16", 96), ("int8", 64), ("bit1", 128), ("residual4", 64)]
+    ("fmt", "d"), [("fp16", 96), ("int8", 64), ("bit1", 128), ("residual4", 64), ("fp32", 96)]
 )
 def test_what_the_launcher_refuses_would_be_a_fault(
     monkeypatch: pytest.MonkeyPatch, fmt: str, d: int
@@ -400,7 +404,9 @@ def test_triton_has_the_rest(
     monkeypatch.setattr(cuda, "load_kernel", uses_triton)
     documents = {d: [normals(3, d), normals(1, d)] for d in (64, 80, 128, 256)}
     for fmt, d, n_query_tokens, before in (
-        ("fp32", 128, 32, 0),
+        ("fp32", 80, 32, 0),
+        ("fp32", 128, 33, 0),
+        ("fp32", 64, 32, 4),
         ("fp16", 80, 32, 0),
         ("bf16", 256, 32, 0),
         ("bit1", 64, 32, 0),
@@ -429,4 +435,7 @@ def test_rings_are_those_of_the_source() -> None:
     text = (SOURCES / "maxsim_residual.cu").read_text()
     for nbits, d, stages in re.findall(r"^MAXSIM\((\d), (\d+), (\d)\)$", text, re.MULTILINE):
         rings[f"residual{nbits}", int(d)] = (1, int(stages))
+    text = (SOURCES / "maxsim_fp32.cu").read_text()
+    for d, stages in re.findall(r"^MAXSIM\((\d+), (\d)\)$", text, re.MULTILINE):
+        rings["fp32", int(d)] = (1, int(stages))
     assert rings == RINGS

@@ -1,5 +1,5 @@
-"""``csrc/cuda/maxsim.cu`` and ``maxsim_residual.cu``: which rows and queries they have kernels for,
-and their launch."""
+"""``csrc/cuda/maxsim.cu``, ``maxsim_fp32.cu`` and ``maxsim_residual.cu``: which rows and queries
+they have kernels for, and their launch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class Ring(NamedTuple):
 
 #: By format and values of a row; as in the sources.
 RINGS = {
+    ("fp32", 64): Ring(1, 5),
+    ("fp32", 96): Ring(1, 4),
+    ("fp32", 128): Ring(1, 3),
     ("fp16", 64): Ring(1, 6),
     ("fp16", 96): Ring(1, 4),
     ("fp16", 128): Ring(1, 4),
@@ -55,7 +58,9 @@ def name_of(fmt: str, d: int) -> str:
 
 def source_of(fmt: str) -> str:
     """The file of csrc/cuda that has kernels for a format's rows."""
-    return "maxsim_residual" if isinstance(token_format(fmt), ResidualFormat) else "maxsim"
+    if isinstance(token_format(fmt), ResidualFormat):
+        return "maxsim_residual"
+    return "maxsim_fp32" if fmt == "fp32" else "maxsim"
 
 
 def shared_bytes(fmt: str, d: int) -> int:
@@ -67,7 +72,7 @@ def shared_bytes(fmt: str, d: int) -> int:
         return (
             _TABLE_BYTES + _BASE_BYTES + WARPS * (_CENTROID_TILES * _TILE_ROWS * 4 * d + ring_bytes)
         )
-    # rows of 16 bits lie multiples of 128 bytes apart, others as they come
+    # rows of floats lie multiples of 128 bytes apart, others as they come
     row_bytes = token_format(fmt).token_row_bytes(d)
     pitch = row_bytes if fmt in ("int8", "bit1") else -(-row_bytes // 128) * 128
     parts = (3 if fmt == "bf16" else 2) - _PARTS_HELD
