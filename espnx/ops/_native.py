@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,6 +27,7 @@ except ImportError:
 if TYPE_CHECKING:
     from .._C import Extension
 
+_HERE: AbstractContextManager[object] = contextlib.nullcontext()
 _BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
 # And the functions that the CPU versions call.
 _OPS = {
@@ -84,6 +87,14 @@ def is_direct(*tensors: torch.Tensor) -> bool:
         if type(each) is not torch.Tensor or not each.is_cpu or each.requires_grad:
             return False
     return True
+
+
+def on_current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the thread's current one, on which kernels are launched; nothing happens
+    where it is that already, or is no CUDA device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def load_kernel(name: str) -> object:

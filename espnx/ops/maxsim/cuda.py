@@ -3,15 +3,15 @@ kernel for such rows and a build has compiled it (by_warps.py), else ``kernels/m
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 
 from ...errors import InvalidInputError
-from .._native import load_kernel
+from .._native import load_kernel, on_current
+from ..tables import on_device, on_host, unused
 from . import by_warps
-from .checks import check_aligned, check_arguments, check_inside
+from .checks import check_arguments, is_aligned, look_inside
 from .formats import TokenFormat, token_format
 from .residual import ResidualFormat
 
@@ -160,8 +160,9 @@ def _scores(
     check_arguments(query, buffer, offset_bytes, n_tokens)
     n_query_tokens, d = query.shape[-2:]
     tables_there = _tables(token, query, *tables)
-    check_inside(buffer.numel(), offset_bytes, n_tokens, token.token_row_bytes(d))
-    is_aligned = check_aligned(buffer.data_ptr(), offset_bytes, token)
+    host = on_host(offset_bytes, n_tokens)
+    found = look_inside(buffer, *host, token.token_row_bytes(d))
+    are_aligned = is_aligned(found, buffer, host[0], token)
     n, n_queries = offset_bytes.numel(), query.shape[0] if query.dim() == 3 else 1
     if n * n_queries > _PROGRAMS_MAX:
         raise InvalidInputError(
@@ -171,23 +172,21 @@ def _scores(
             fix="score fewer queries at once",
         )
     scores = torch.empty((*query.shape[:-2], n), dtype=torch.float32, device=query.device)
-    query = query.contiguous()
-    counts = n_tokens.to(query.device, non_blocking=True).contiguous()
     if scores.numel() == 0:
         return scores
+    offsets, counts = on_device((offset_bytes, n_tokens), query.device)
     if n_query_tokens == 0:
         return scores.copy_(torch.where(counts > 0, 0.0, -torch.inf))
-    offsets = offset_bytes.to(query.device, non_blocking=True).contiguous()
     launch_scores(
-        query,
+        query.contiguous(),
         buffer,
         offsets,
         counts,
         scores,
         token,
         tables_there,
-        n_tokens,
-        is_aligned=is_aligned,
+        tokens_max=found.tokens_max,
+        is_aligned=are_aligned,
         takes_compiled=takes_compiled,
     )
     return scores
@@ -201,8 +200,8 @@ def launch_scores(
     scores: torch.Tensor,
     token: TokenFormat,
     tables: tuple[torch.Tensor, torch.Tensor],
-    n_tokens: torch.Tensor,
     *,
+    tokens_max: int,
     is_aligned: bool,
     takes_compiled: bool,
 ) -> None:
@@ -212,7 +211,7 @@ def launch_scores(
     Args:
         offsets, counts: int64 [n].
         tables: centroids and weights of residual formats, else two tensors that are not looked at.
-        n_tokens: `counts` once more, on any device: Triton's kernel has a variant for short ones.
+        tokens_max: the largest of `counts`: Triton's kernel has a variant for short ones.
         is_aligned: all documents begin at multiples of 16 bytes.
         takes_compiled: by csrc/cuda where it has such a kernel.
     """
@@ -226,7 +225,7 @@ def launch_scores(
         by_warps.launch(query, buffer, offsets, counts, scores, token.name, tables)
         return
     kernel: Any = load_kernel("maxsim")
-    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+    with on_current(query.device):
         kernel.maxsim_kernel[(programs(n, n_queries, n_query_tokens, d, token.name),)](
             query,
             buffer,
@@ -242,7 +241,7 @@ def launch_scores(
             enable_fp_fusion=True,
             **launch_options(n_query_tokens, d, token.name),
             **row_constants(token, d),
-            **launch_shape(n_query_tokens, d, int(n_tokens.max()), token.name),
+            **launch_shape(n_query_tokens, d, tokens_max, token.name),
         )
 
 
@@ -255,8 +254,8 @@ def _tables(
     """Centroids and weights for the kernel, shapes checked; for other formats two tensors that it
     does not look at."""
     if not isinstance(token, ResidualFormat) and centroids is None and bucket_weights is None:
-        unused = query.new_empty(1)
-        return unused, unused
+        nothing = unused(query.device)[torch.float32]
+        return nothing, nothing
     expected = (
         "float32 [K, d] and [2^N], contiguous, with the residual formats, and with them alone"
     )
