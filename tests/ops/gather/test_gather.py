@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -102,8 +105,11 @@ def test_other_arguments(version: object) -> None:
 
 
 def test_more_than_any_memory() -> None:
+    huge: Any = SimpleNamespace(numel=lambda: 2**62, data_ptr=lambda: 64)
     with pytest.raises(InvalidInputError, match="bytes in all"):
-        begins(torch.full((64,), 2**60))
+        places(huge, torch.zeros(2, dtype=torch.int64), torch.tensor([2**60, 1]))
+    exact = places(huge, torch.zeros(2, dtype=torch.int64), torch.tensor([2**60 - 1, 1]))
+    assert exact.total_bytes == int(exact.begin[-1]) == 2**60
 
 
 def test_the_op() -> None:
