@@ -191,9 +191,7 @@ def look_inside(
     return BlocksFound(multiple, rows_max)
 
 
-def _room(
-    block_offset_bytes: torch.Tensor, block_rows: int, visible: torch.Tensor | None
-) -> int:
+def _room(block_offset_bytes: torch.Tensor, block_rows: int, visible: torch.Tensor | None) -> int:
     """Rows of a sequence, at most."""
     rows = block_offset_bytes.shape[2] * block_rows
     return rows if visible is None else min(rows, visible.shape[1])

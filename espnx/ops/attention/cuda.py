@@ -19,14 +19,7 @@ from ...errors import InvalidInputError
 from .._native import load_kernel, on_current
 from ..tables import on_device, on_host, unused
 from . import by_slices
-from .checks import (
-    ROW_FORMATS,
-    BlocksFound,
-    block_bytes,
-    check_arguments,
-    check_rows,
-    look_inside,
-)
+from .checks import ROW_FORMATS, BlocksFound, block_bytes, check_arguments, check_rows, look_inside
 
 DIM_MAX = 1024  # a program holds the sums of whole rows
 _NARROW_DIM_MAX = 256  # and rows up to this length as they come

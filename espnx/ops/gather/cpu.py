@@ -16,7 +16,5 @@ def gather_cpu(
     check_ranges("gather", buffer, offset_bytes, size_bytes)
     found = places(buffer, offset_bytes, size_bytes)
     out = torch.empty(found.total_bytes, dtype=torch.uint8)
-    load_extension().gather(
-        buffer, found.offset_bytes, found.begin, out, torch.get_num_threads()
-    )
+    load_extension().gather(buffer, found.offset_bytes, found.begin, out, torch.get_num_threads())
     return out
