@@ -257,27 +257,39 @@ def rule_constants(rules: ScoreRules) -> dict[str, Any]:
     }
 
 
+class Variant(NamedTuple):
+    """How a kernel of Triton's takes rows.
+
+    Attributes:
+        turned: products are turned, see `is_turned`.
+        block_queries, tile_rows: of a program, and of what it takes at a time.
+        programs: as many as are wanted.
+        constants: and options of a launch, beside alignment and rules.
+    """
+
+    turned: bool
+    block_queries: int
+    tile_rows: int
+    programs: int
+    constants: dict[str, Any]
+
+
 @functools.lru_cache(maxsize=1024)
-def _variant(
-    n_queries: int,
-    d: int,
-    dv: int,
-    fmt: str,
-    block_rows: int,
-    n_blocks: int,
-    tile_rows: int,
-    turned: bool,
-) -> dict[str, Any]:
-    """Constants and options of a launch of Triton's, beside alignment and rules; ``n_blocks``: 2
-    stands for more."""
+def _variant(n_queries: int, d: int, dv: int, fmt: str, block_rows: int, n_blocks: int) -> Variant:
+    """``n_blocks``: 2 stands for more."""
     width = dv or d
-    return {
+    turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
+    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
+    tile_rows = shape["BLOCK_T"]
+    constants = {
         "enable_fp_fusion": True,
         **block_constants(d, width, fmt, block_rows, n_blocks, tile_rows, turned),
         **launch_options(n_queries, d, width, fmt, turned=turned),
         **(turned_constants if turned else row_constants)(fmt, d, dv),
-        **launch_shape(n_queries, d, width, fmt, turned=turned),
+        **shape,
     }
+    programs = programs_wanted(d, width, fmt, turned=turned)
+    return Variant(turned, shape["BLOCK_Q"], tile_rows, programs, constants)
 
 
 def attention_triton(
@@ -355,14 +367,12 @@ def attention_inside_triton(
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
             query.shape[:3], dtype=torch.float32
         )
-    turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
-    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
+    variant = _variant(n_queries, d, dv, fmt, block_rows, min(n_blocks, 2))
     plan = None
     # Of many queries `attention.py` takes twice as many at a time, and so reads rows half as often.
     if n_queries <= by_slices.QUERIES_MAX or is_wide(d, dv):
         plan = by_slices.compiled_plan(n_queries, d, dv, fmt, align_bytes, query.device)
-    block_queries, tile_rows = shape["BLOCK_Q"], shape["BLOCK_T"]
-    wanted = programs_wanted(d, width, fmt, turned=turned)
+    turned, block_queries, tile_rows, wanted, constants = variant
     if plan is not None:
         block_queries, tile_rows = plan.queries, by_slices.TILE_ROWS
         wanted = _MULTIPROCESSORS * plan.resident
@@ -401,7 +411,7 @@ def attention_inside_triton(
                 *(scaled.contiguous(), buffer, *tables, o, lse),
                 *(*counts, stride, int(has_last), rules.window),
                 ALIGN_BYTES=align_bytes,
-                **_variant(n_queries, d, dv, fmt, block_rows, min(n_blocks, 2), tile_rows, turned),
+                **constants,
                 **rule_constants(rules),
             )
     if splits > 1:

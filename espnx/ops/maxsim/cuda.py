@@ -3,6 +3,7 @@ kernel for such rows and a build has compiled it (by_warps.py), else ``kernels/m
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .formats import TokenFormat, token_format
 from .residual import ResidualFormat
 
 _BLOCK_D = 128  # values of a row taken at a time
+_SHORT_TILE = 16  # rows of a tile where no document has more
 _BLOCK_D_OF_FP32 = 32  # where they are multiplied in fp32
 _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
 #: Bytes of a query value's parts, of formats that are multiplied as they are.
@@ -41,7 +43,7 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128 and not whole)
     return {
         "BLOCK_Q": _block_q(n_query_tokens),
-        "BLOCK_T": 16 if tokens_max <= 16 else 32 if is_short else 64,
+        "BLOCK_T": _SHORT_TILE if tokens_max <= _SHORT_TILE else 32 if is_short else 64,
         "BLOCK_D": min(block_d, _BLOCK_D),
         "IS_WHOLE": whole,
     }
@@ -111,6 +113,17 @@ def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
         "FORMAT": token.name,
         "ROW_BYTES": token.token_row_bytes(d),
         "SIGN_VALUE": d**-0.5,
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict[str, Any]:
+    """Constants and options of a launch of Triton's, beside alignment."""
+    return {
+        "enable_fp_fusion": True,
+        **launch_options(n_query_tokens, d, fmt),
+        **row_constants(token_format(fmt), d),
+        **launch_shape(n_query_tokens, d, tokens_max, fmt),
     }
 
 
@@ -238,10 +251,8 @@ def launch_scores(
             n_query_tokens,
             len(tables[0]),
             ALIGN_BYTES=16 if is_aligned else token.alignment_bytes,
-            enable_fp_fusion=True,
-            **launch_options(n_query_tokens, d, token.name),
-            **row_constants(token, d),
-            **launch_shape(n_query_tokens, d, tokens_max, token.name),
+            # of documents it matters only whether a short tile holds the longest
+            **_variant(n_query_tokens, d, min(tokens_max, _SHORT_TILE + 1), token.name),
         )
 
 
