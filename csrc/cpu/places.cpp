@@ -18,10 +18,11 @@ RecordsFound look_at_records(const RecordPlaces& places, int64_t* begin) {
   int64_t most = 0, total = 0;
   for (int64_t i = 0; i < places.n; ++i) {
     const int64_t offset = places.offset_bytes[i], count = places.count[i];
-    // No product and no sum that could overflow: what is left is divided, and not the size made.
+    int64_t size = 0;  // of any count, so the product may overflow; then no memory is so large
     const bool is_right = count >= 0 && count <= places.count_max && offset >= 0 &&
                           offset <= places.buffer_bytes &&
-                          count <= (places.buffer_bytes - offset) / places.unit_bytes;
+                          !__builtin_mul_overflow(count, places.unit_bytes, &size) &&
+                          size <= places.buffer_bytes - offset;
     if (!is_right) return {i, 1, 1, 0, 0};
     addresses |= places.address + static_cast<uint64_t>(offset);
     counts |= static_cast<uint64_t>(count);

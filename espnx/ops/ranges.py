@@ -96,7 +96,8 @@ def look_inside(
 
 
 def changed_tables(op: str) -> InvalidInputError:
-    """Where something was found that is not there when it is looked for again."""
+    """The error of a call whose tables were found wrong, and are right when a text is made of
+    it."""
     return InvalidInputError(
         f"{op} tables",
         got="entries that changed during the call",

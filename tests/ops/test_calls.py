@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from espnx.errors import InvalidInputError
 from espnx.ops import attention, crc32c_ranges, device_code, maxsim
 from espnx.ops import tables as op_tables
+from espnx.ops._native import is_direct
 from espnx.ops.attention import api as attention_api
 from espnx.ops.attention import cuda as attention_cuda
 from espnx.ops.crc32c import api as crc32c_api
@@ -218,6 +219,18 @@ def test_records(called: Called, late: LateDevice, where: str, op: str) -> None:
     begins = torch.arange(10).mul(8) if op == "gather" else counts
     assert len(found.launches) == 1
     assert_tables(late, found.launches[0], [offsets, begins])
+
+
+def test_who_is_called_past_the_dispatcher() -> None:
+    """Tensors of one device, with nobody who looks on. (Of `meta` as of a GPU.)"""
+    far, near = torch.empty(3, device="meta"), torch.empty(3)
+    assert is_direct(far, far, on="meta")
+    assert is_direct(near)
+    assert not is_direct(far, near, on="meta")
+    assert not is_direct(near, on="cuda")
+    assert not is_direct(far.clone().requires_grad_(), on="meta")
+    with Operations():
+        assert not is_direct(far, on="meta")
 
 
 @WHERE

@@ -321,9 +321,9 @@ def attention_triton(
             expected=f"at most {DIM_MAX}",
             fix="use the CPU version",
         )
-    host = on_host(block_offset_bytes, n_rows)
+    at, many = on_host(block_offset_bytes, n_rows)
     size_bytes = block_bytes(block_rows, d, dv, fmt)
-    found = look_inside(buffer, *host, block_rows, size_bytes, visible)
+    found = look_inside(buffer, at, many, block_rows, size_bytes, visible)
     align_bytes = _alignment(found, fmt)
     given = (query, buffer, block_offset_bytes, n_rows, found.rows_max, align_bytes, block_rows)
     return attention_inside_triton(

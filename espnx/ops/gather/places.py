@@ -15,7 +15,7 @@ _TOTAL_BYTES_MAX = 1 << 60
 
 
 class Places(NamedTuple):
-    """Where records go, and what one look at them has found, on the host.
+    """The way of records into the compact tensor, as one look at them has found it, on the host.
 
     Attributes:
         offset_bytes: int64 [n], contiguous.
@@ -31,8 +31,8 @@ class Places(NamedTuple):
 
 
 def places(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor) -> Places:
-    """Raises InvalidInputError where a record does not lie inside the buffer, or no memory can be
-    so large."""
+    """Looks at every record once; for tables of a device the host waits. Raises InvalidInputError
+    where a record does not lie inside the buffer, or no memory can hold all of them."""
     offset_bytes, size_bytes = on_host(offset_bytes, size_bytes)
     begin = torch.empty(size_bytes.numel() + 1, dtype=torch.int64)
     found = look_inside("gather", buffer, offset_bytes, size_bytes, begin)

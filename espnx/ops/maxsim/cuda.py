@@ -173,9 +173,9 @@ def _scores(
     check_arguments(query, buffer, offset_bytes, n_tokens)
     n_query_tokens, d = query.shape[-2:]
     tables_there = _tables(token, query, *tables)
-    host = on_host(offset_bytes, n_tokens)
-    found = look_inside(buffer, *host, token.token_row_bytes(d))
-    are_aligned = is_aligned(found, buffer, host[0], token)
+    at, many = on_host(offset_bytes, n_tokens)
+    found = look_inside(buffer, at, many, token.token_row_bytes(d))
+    are_aligned = is_aligned(found, buffer, at, token)
     n, n_queries = offset_bytes.numel(), query.shape[0] if query.dim() == 3 else 1
     if n * n_queries > _PROGRAMS_MAX:
         raise InvalidInputError(
