@@ -561,6 +561,37 @@ class Extension:
         """csrc/cpu/gather.hpp: record i goes to byte ``begin[i]`` of ``out``."""
 
     @staticmethod
+    def look_at_records(
+        offset_bytes: Tensor,
+        count: Tensor,
+        unit_bytes: int,
+        count_max: int,
+        buffer_bytes: int,
+        address: int,
+        begin: Tensor | None,
+        /,
+    ) -> tuple[int, int, int, int, int]:
+        """csrc/cpu/places.hpp: (the first record outside, or -1; multiples of the addresses and of
+        the counts; the largest count; all of them)."""
+
+    @staticmethod
+    def look_at_blocks(
+        offset_bytes: Tensor,
+        n_rows: Tensor,
+        block_rows: int,
+        block_bytes: int,
+        rows_max: int,
+        buffer_bytes: int,
+        address: int,
+        /,
+    ) -> tuple[bool, int, int]:
+        """csrc/cpu/places.hpp: (whether all is right; multiple of the addresses; most rows)."""
+
+    @staticmethod
+    def pack(tables: Sequence[Tensor], out: Tensor, /) -> None:
+        """The tables' bytes, each at the next multiple of 16 in ``out``."""
+
+    @staticmethod
     def distances(
         query: Tensor, buffer: Tensor, offset_bytes: Tensor, fmt: str, metric: str, threads: int, /
     ) -> Tensor:

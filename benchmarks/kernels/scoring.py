@@ -86,6 +86,7 @@ def _work(documents: Documents) -> Call:
     """What the op does on the device, tables there: launches, and zeros for what they count in."""
     device, book = documents.device, documents.codebook
     offsets, counts = documents.offsets.to(device), documents.counts.to(device)
+    tokens_max = int(documents.counts.max())
     unused = documents.query.new_empty(1)
     tables = (unused, unused) if book is None else (book.centroids, book.bucket_weights)
     token = token_format(documents.shape.fmt)
@@ -94,7 +95,7 @@ def _work(documents: Documents) -> Call:
         scores = torch.empty(len(counts), dtype=torch.float32, device=device)
         launch_scores(
             *(documents.query, documents.buffers[i], offsets, counts, scores, token, tables),
-            documents.counts,
+            tokens_max=tokens_max,
             is_aligned=True,
             takes_compiled=True,
         )

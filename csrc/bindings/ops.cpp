@@ -2,10 +2,12 @@
 // shape-only versions as torch.ops.espnx.*. Nothing is computed here: arguments are checked, then
 // handed on as raw pointers, with the GIL released.
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include "cpu/distances/distances.hpp"
 #include "cpu/gather.hpp"
 #include "cpu/maxsim/maxsim.hpp"
+#include "cpu/places.hpp"
 #include "cpu/product/product.hpp"
 
 namespace espnx::python {
@@ -138,11 +141,7 @@ NewTensor crc32c_ranges(const Tensor& buffer, const Tensor& offset_bytes, const 
   int64_t outside = -1;
   {
     py::gil_scoped_release unlocked;
-    for (int64_t i = 0; i < n && outside < 0; ++i) {
-      const bool fits = offset[i] >= 0 && size[i] >= 0 && offset[i] <= buffer_bytes &&
-                        size[i] <= buffer_bytes - offset[i];
-      if (!fits) outside = i;
-    }
+    outside = espnx::look_at_records({offset, size, n, 1, buffer_bytes, buffer_bytes, 0}).outside;
     for (int64_t i = 0; i < n && outside < 0; ++i) {
       crc[i] = espnx::crc32c(static_cast<uint32_t>(seed), data + offset[i],
                              static_cast<size_t>(size[i]));
@@ -154,6 +153,76 @@ NewTensor crc32c_ranges(const Tensor& buffer, const Tensor& offset_bytes, const 
                           " bytes");
   }
   return to_tensor(std::move(crc));
+}
+
+// What `espnx::RecordsFound` says, in its order, of records of the buffer at `address`. `begin`:
+// int64 [n + 1], filled with the counts' sums where it is given.
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> look_at_records(
+    const Tensor& offset_bytes, const Tensor& count, int64_t unit_bytes, int64_t count_max,
+    int64_t buffer_bytes, uint64_t address, const std::optional<Tensor>& begin) {
+  const int64_t n = offset_bytes.numel();
+  check(count.numel() == n, "count must have as many entries as offset_bytes (", n, "), got ",
+        count);
+  check(unit_bytes >= 1, "unit_bytes must be 1 or more, got ", unit_bytes);
+  int64_t* sums = nullptr;
+  if (begin) {
+    sums = memory<int64_t>(*begin, 1, Dtype::int64, "begin", "int64 [n + 1]");
+    check(begin->numel() == n + 1, "begin must have ", n + 1, " entries, got ", *begin);
+  }
+  const espnx::RecordPlaces places{indices(offset_bytes, "offset_bytes"),
+                                   indices(count, "count"),
+                                   n,
+                                   unit_bytes,
+                                   count_max,
+                                   buffer_bytes,
+                                   address};
+  py::gil_scoped_release unlocked;
+  const espnx::RecordsFound found = espnx::look_at_records(places, sums);
+  return {found.outside, found.address_multiple, found.count_multiple, found.count_most,
+          found.total};
+}
+
+// What `espnx::BlocksFound` says, in its order, of blocks of the buffer at `address`.
+std::tuple<bool, int64_t, int64_t> look_at_blocks(const Tensor& offset_bytes, const Tensor& n_rows,
+                                                  int64_t block_rows, int64_t block_bytes,
+                                                  int64_t rows_max, int64_t buffer_bytes,
+                                                  uint64_t address) {
+  const auto* offsets = memory<const int64_t>(offset_bytes, 3, Dtype::int64, "offset_bytes",
+                                              "int64 [B, n_kv, n_blocks]");
+  const int64_t n = offset_bytes.size(0), n_blocks = offset_bytes.size(2);
+  check(n_rows.numel() == n, "n_rows must have ", n, " entries, got ", n_rows);
+  check(block_rows >= 1 && block_bytes >= 1, "block_rows and block_bytes must be 1 or more, got ",
+        block_rows, " and ", block_bytes);
+  check(rows_max <= n_blocks * block_rows, "rows_max must be at most ", n_blocks * block_rows,
+        ", got ", rows_max);
+  const espnx::BlockPlaces places{offsets,
+                                  indices(n_rows, "n_rows"),
+                                  n,
+                                  offset_bytes.size(1),
+                                  n_blocks,
+                                  block_rows,
+                                  block_bytes,
+                                  rows_max,
+                                  buffer_bytes,
+                                  address};
+  py::gil_scoped_release unlocked;
+  const espnx::BlocksFound found = espnx::look_at_blocks(places);
+  return {found.is_right, found.address_multiple, found.rows_most};
+}
+
+// The bytes of each of the tables, at the next multiple of 16 in `out`; what is between them stays
+// as it is.
+void pack(const std::vector<Tensor>& tables, const Tensor& out) {
+  auto* to = memory<uint8_t>(out, 1, Dtype::uint8, "out", "uint8 [bytes]");
+  int64_t at = 0;
+  for (const Tensor& table : tables) {
+    check(table.is_cpu() && table.is_contiguous(),
+          "tables must be contiguous tensors on the CPU, got ", table);
+    const int64_t size = table.numel() * table.item_bytes();
+    check(size <= out.numel() - at, "out is too short: it has ", out.numel(), " bytes");
+    if (size > 0) std::memcpy(to + at, table.data<const uint8_t>(), static_cast<size_t>(size));
+    at = std::min((at + size + 15) / 16 * 16, out.numel());
+  }
 }
 
 // Record i, `begin[i + 1] - begin[i]` bytes at `offset_bytes[i]` of the buffer, to byte `begin[i]`
@@ -483,6 +552,9 @@ void bind_ops(py::module_& m) {
   m.def("maxsim", &maxsim);
   m.def("crc32c_ranges", &crc32c_ranges);
   m.def("gather", &gather);
+  m.def("look_at_records", &look_at_records);
+  m.def("look_at_blocks", &look_at_blocks);
+  m.def("pack", &pack);
   m.def("distances", &distances);
   m.def("fit_product", &fit_product);
   m.def("encode_product", &encode_product);

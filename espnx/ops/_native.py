@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,6 +27,7 @@ except ImportError:
 if TYPE_CHECKING:
     from .._C import Extension
 
+_HERE: AbstractContextManager[object] = contextlib.nullcontext()
 _BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
 # And the functions that the CPU versions call.
 _OPS = {
@@ -66,10 +69,10 @@ def load_ops() -> None:
         importlib.import_module(f"espnx.ops.{op}.dispatch")
 
 
-def is_direct(*tensors: torch.Tensor) -> bool:
-    """Whether the CPU version of an op may be called past torch's dispatcher, which takes 7 us on
-    its way to Python: the tensors are on the CPU, and nobody looks on who traces or times calls,
-    records gradients or stands in for tensors."""
+def is_direct(*tensors: torch.Tensor, on: str = "cpu") -> bool:
+    """Whether an op's version for ``cpu`` or ``cuda`` may be called past torch's dispatcher, which
+    takes 7 us on its way to Python: the tensors are there, and nobody looks on who traces or times
+    calls, records gradients or stands in for tensors."""
     if (
         not _CAN_TELL
         or torch.compiler.is_compiling()
@@ -81,9 +84,17 @@ def is_direct(*tensors: torch.Tensor) -> bool:
     ):
         return False
     for each in tensors:
-        if type(each) is not torch.Tensor or not each.is_cpu or each.requires_grad:
+        if type(each) is not torch.Tensor or each.device.type != on or each.requires_grad:
             return False
     return True
+
+
+def on_current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the thread's current one, on which kernels are launched; nothing happens
+    where it is that already, or is no CUDA device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def load_kernel(name: str) -> object:

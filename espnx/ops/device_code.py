@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import EspnxError
+from ._native import on_current
 
 log = logging.getLogger("espnx")
 LIBRARY = "libcuda.so.1"
@@ -111,9 +112,8 @@ class Driver:
         args: Sequence[Any],
     ) -> None:
         """``args``: of ctypes; the driver copies them before it returns."""
-        pointers = (ctypes.c_void_p * len(args))(
-            *(ctypes.cast(ctypes.byref(each), ctypes.c_void_p) for each in args)
-        )
+        # addresses keep nothing alive: the caller has the arguments until then
+        pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         sizes = (ctypes.c_uint(each) for each in (blocks, 1, 1, threads, 1, 1, shared_bytes))
         self.call("cuLaunchKernel", kernel, *sizes, ctypes.c_void_p(stream), pointers, None)
 
@@ -212,7 +212,7 @@ def launch(
         for each in args
     ]
     index = _index(device)
-    with torch.cuda.device(index):
+    with on_current(device):
         _driver().ensure_context(index)
         stream = torch.cuda.current_stream(index).cuda_stream
         found = code.kernel(kernel, index, shared_bytes)

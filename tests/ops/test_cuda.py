@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.ops import crc32c_ranges, crc32c_ranges_reference, device_code, maxsim, maxsim_reference
+from espnx.ops import (
+    attention,
+    crc32c_ranges,
+    crc32c_ranges_reference,
+    device_code,
+    maxsim,
+    maxsim_reference,
+)
+from espnx.ops._native import is_direct, load_ops
 from espnx.ops.attention import by_slices
 from espnx.ops.crc32c.cuda import SHARED_BYTES, crc32c_cuda, crc32c_triton
 from espnx.ops.gather import gather, gather_reference
@@ -187,6 +195,31 @@ def test_maxsim_of_what_is_not_finite(fmt: str, d: int) -> None:
         found = maxsim(query.cuda(), records.buffer.cuda(), *records.args[1:]).cpu()
         expected = maxsim_reference(query, *records.args)
         assert torch.allclose(found, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_past_the_dispatcher_as_by_it(where: str) -> None:
+    """With tables on the host and on the device."""
+    buffer = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8).cuda()
+    buffer &= 0x3B  # no NaN, nothing that is not finite
+    places, counts = torch.arange(9).mul(4096).to(where), torch.full((9,), 8).to(where)
+    query, ops = integers(4, 128, seed=1).cuda(), torch.ops.espnx
+    load_ops()
+    assert is_direct(query, buffer, on="cuda")
+    for found, expected in (
+        (maxsim(query, buffer, places, counts), ops.maxsim(query, buffer, places, counts, "fp16")),
+        (crc32c_ranges(buffer, places, counts), ops.crc32c(buffer, places, counts)),
+        (gather(buffer, places, counts), ops.gather(buffer, places, counts)),
+    ):
+        assert torch.equal(found, expected)
+    heads, blocks = query.view(1, 4, 1, 128), places[:4].view(1, 2, 2)
+    n_rows = torch.full((1,), 13).to(where)
+    o, lse = attention(heads, buffer, blocks, n_rows, block_rows=8)
+    found_o, found_lse = ops.attention(
+        heads, buffer, blocks, n_rows, 8, "fp16", 128**-0.5, 128, None, None, 0
+    )
+    assert torch.equal(o, found_o)
+    assert torch.equal(lse, found_lse)
 
 
 @pytest.mark.parametrize("unit", [1, 4, 16])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from espnx.ops import device_code
+from espnx.ops._native import on_current
 from espnx.ops.device_code import Code, Driver, LaunchError, compiled_file, source_digest
 
 CPU = torch.device("cpu")
@@ -81,6 +82,17 @@ def test_a_thread_without_a_context_gets_the_devices_own() -> None:
     (retained,) = library.named("cuDevicePrimaryCtxRetain")
     assert retained[1].value == 2
     assert len(library.named("cuCtxSetCurrent")) == 1
+
+
+def test_a_device_is_made_the_current_one_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: str(device))
+    nothing = on_current(CPU)
+    assert on_current(torch.device("cuda", 1)) is nothing
+    with nothing, nothing:
+        pass
+    assert on_current(torch.device("cuda", 0)) == "cuda:0"
+    assert on_current(torch.device("cuda")) == "cuda"
 
 
 def test_what_the_driver_refuses() -> None:

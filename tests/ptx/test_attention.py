@@ -12,6 +12,7 @@ import torch
 
 from espnx.errors import NotConformingError
 from espnx.ops.attention import cuda, parts
+from espnx.ops.attention.checks import BlocksFound
 from tests.device.rows import assert_right
 from tests.ops.attention.merging import PLAIN, check_merge, check_merge_in_range
 from tests.ops.attention.ruled import (
@@ -374,10 +375,10 @@ def test_what_the_launcher_refuses_would_be_a_fault(
     """Blocks at an address that is not what the variant promises, and one that ends beyond its
     buffer."""
     case = make_case(n_rows=[20], d=24, gap_bytes=2)
-    monkeypatch.setattr(cuda, "_alignment", lambda *args: 16)
+    monkeypatch.setattr(cuda, "look_inside", lambda *args: BlocksFound(16, 20))
     with pytest.raises(Fault, match="misaligned"):
         run(case)
-    monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
+    monkeypatch.setattr(cuda, "look_inside", lambda *args: BlocksFound(16, 32))
     case = make_case(n_rows=[32], d=24, gap_bytes=0)
     case.buffer = case.buffer[:-2].clone()
     with pytest.raises(Fault, match=r"bytes at byte .* of buffer_ptr"):

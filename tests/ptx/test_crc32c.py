@@ -102,7 +102,7 @@ def test_by_warps_what_would_be_a_fault(
     device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a byte outside the buffer is read: a range that ends beyond it is one."""
-    monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
+    monkeypatch.setattr(cuda, "look_inside", lambda *args: None)
     buffer = whole_warps(600)
     for size in (601, 640):
         with pytest.raises(Fault, match=r"bytes at byte .* of argument 0"):

@@ -12,6 +12,7 @@ import torch
 from espnx.errors import InvalidInputError
 from espnx.ops import maxsim_reference, token_format
 from espnx.ops.maxsim import cuda
+from espnx.ops.maxsim.checks import RecordsFound
 from tests.ops.records import Records, integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 from tests.ptx.program import Fault
@@ -160,8 +161,8 @@ def test_what_the_launcher_refuses_would_be_a_fault(
     buffer."""
     records = scatter([normals(3, 32)], "fp16", align_bytes=16)
     query = normals(17, 32, seed=9)
-    monkeypatch.setattr(cuda, "check_aligned", lambda *args: True)
-    monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
+    monkeypatch.setattr(cuda, "look_inside", lambda *args: RecordsFound(16, 3))
+    monkeypatch.setattr(cuda, "is_aligned", lambda *args: True)
     odd = Records(records.buffer, records.offset_bytes - 2, records.n_tokens, "fp16")
     with pytest.raises(Fault, match="misaligned"):
         run(query, odd)

@@ -110,9 +110,11 @@ bool Tensor::is_contiguous() const {
   return fits;
 }
 
+int64_t Tensor::item_bytes() const { return std::max(1, view_.dtype.bits / 8); }
+
 bool Tensor::is_aligned() const {
-  const size_t item_bytes = std::max(1, view_.dtype.bits / 8);
-  return (reinterpret_cast<uintptr_t>(view_.data) + view_.offset_bytes) % item_bytes == 0;
+  const auto place = reinterpret_cast<uintptr_t>(view_.data) + view_.offset_bytes;
+  return place % static_cast<uintptr_t>(item_bytes()) == 0;
 }
 
 bool Tensor::is_cpu() const {

@@ -38,6 +38,7 @@ class Tensor {
   int64_t size(int64_t axis) const { return view_.shape[axis < 0 ? axis + view_.ndim : axis]; }
   int64_t stride(int64_t axis) const;  // in elements
   int64_t numel() const;
+  int64_t item_bytes() const;
   bool is_contiguous() const;
   bool is_aligned()
       const;  // to its elements: memory that others have made (torch.frombuffer) need not be

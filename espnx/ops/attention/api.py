@@ -10,6 +10,7 @@ from ...forks import compute_alone
 from .._native import is_direct, load_ops
 from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, check_rows
 from .cpu import attention_cpu
+from .cuda import attention_inside_triton, attention_triton
 
 
 def attention(
@@ -94,6 +95,8 @@ def attention(
     try:
         if is_direct(query, buffer):
             return attention_cpu(*given)
+        if is_direct(query, buffer, on="cuda"):
+            return attention_triton(*given)
         load_ops()
         return torch.ops.espnx.attention(*given)
     except (IndexError, ValueError) as error:
@@ -141,10 +144,11 @@ def attention_inside(
     given = (block_rows, format, 1.0, dv, visible, last_position, threads or 0)
     if is_direct(query, buffer):
         return attention_cpu(query, buffer, block_offset_bytes, n_rows, *given)
+    whole = (query, buffer, block_offset_bytes, n_rows, rows_max, align_bytes, *given)
+    if is_direct(query, buffer, on="cuda"):
+        return attention_inside_triton(*whole)
     load_ops()
-    o, lse = torch.ops.espnx.attention_inside(
-        query, buffer, block_offset_bytes, n_rows, rows_max, align_bytes, *given
-    )
+    o, lse = torch.ops.espnx.attention_inside(*whole)
     return o, lse
 
 

@@ -108,6 +108,7 @@ def compiled_plan(
     return found if is_there else None
 
 
+@functools.cache
 def _shared_bytes_of(device: torch.device) -> int:
     if device.type != "cuda":
         return _SHARED_BYTES

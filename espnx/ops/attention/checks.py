@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...errors import InvalidInputError
+from .._native import load_extension
+from ..ranges import changed_tables
 
 ROW_FORMATS = {
     "fp32": torch.float32,
@@ -16,6 +20,19 @@ DIM_MULTIPLE = 8
 DIM_MAX = 16384  # csrc/cpu/attention/attention.hpp has the same one
 BLOCK_ROWS_MAX = 1 << 20
 _QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class BlocksFound(NamedTuple):
+    """What a look at a call's blocks finds.
+
+    Attributes:
+        multiple: the largest power of two, to 16, of which the addresses of all needed blocks are
+            multiples.
+        rows_max: of a sequence; 0 without sequences.
+    """
+
+    multiple: int
+    rows_max: int
 
 
 def block_bytes(block_rows: int, d: int, dv: int, format: str) -> int:  # noqa: A002
@@ -121,11 +138,8 @@ def check_inside(
     visible: torch.Tensor | None,
 ) -> None:
     """Raises InvalidInputError unless every needed block of ``size_bytes`` lies inside the buffer.
-    Waits for the device where tables are on one."""
-    n_blocks = block_offset_bytes.shape[2]
-    rows_max = (
-        n_blocks * block_rows if visible is None else min(n_blocks * block_rows, visible.shape[1])
-    )
+    Waits for the device where tables are on one; `look_inside` is the fast version."""
+    n_blocks, rows_max = block_offset_bytes.shape[2], _room(block_offset_bytes, block_rows, visible)
     wrong = (n_rows < 0) | (n_rows > rows_max)
     if bool(wrong.any()):
         sequence = int(wrong.nonzero()[0])
@@ -148,6 +162,39 @@ def check_inside(
             ),
             expected=f"a block within the buffer's {buffer_bytes} bytes",
         )
+
+
+def look_inside(
+    buffer: torch.Tensor,
+    block_offset_bytes: torch.Tensor,
+    n_rows: torch.Tensor,
+    block_rows: int,
+    size_bytes: int,
+    visible: torch.Tensor | None,
+) -> BlocksFound:
+    """`check_inside`, by one look at each entry, and what it finds besides.
+
+    Args:
+        block_offset_bytes, n_rows: contiguous, on the host.
+
+    Raises:
+        InvalidInputError: as `check_inside`.
+    """
+    room, buffer_bytes = _room(block_offset_bytes, block_rows, visible), buffer.numel()
+    is_right, multiple, rows_max = load_extension().look_at_blocks(
+        *(block_offset_bytes, n_rows, block_rows, size_bytes, room),
+        *(buffer_bytes, buffer.data_ptr()),
+    )
+    if not is_right:
+        check_inside(buffer_bytes, block_offset_bytes, n_rows, block_rows, size_bytes, visible)
+        raise changed_tables("attention")
+    return BlocksFound(multiple, rows_max)
+
+
+def _room(block_offset_bytes: torch.Tensor, block_rows: int, visible: torch.Tensor | None) -> int:
+    """Rows of a sequence, at most."""
+    rows = block_offset_bytes.shape[2] * block_rows
+    return rows if visible is None else min(rows, visible.shape[1])
 
 
 def _wrong(

@@ -9,17 +9,17 @@ and those of few queries for ``kernels/turned_attention.py`` or, of int8 rows,
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import InvalidInputError
-from .._native import load_kernel
+from .._native import load_kernel, on_current
+from ..tables import on_device, on_host, unused
 from . import by_slices
-from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, check_rows
+from .checks import ROW_FORMATS, BlocksFound, block_bytes, check_arguments, check_rows, look_inside
 
 DIM_MAX = 1024  # a program holds the sums of whole rows
 _NARROW_DIM_MAX = 256  # and rows up to this length as they come
@@ -35,6 +35,7 @@ _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEW_PARTS = 8  # to merge: many have a variant of their own
 _MERGED_DIM = 64  # values of a row that a program merges
 _SOFT_CAP_MIN = 2.0**-126  # fp32 holds it, and what scores are divided by it
+_TABLE_DTYPES = (torch.int64, torch.int64, torch.uint8, torch.int64, torch.int64, torch.float32)
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 #: Kernels count rows in 32 bits, up to the end of a tile, or of a part, that begins within them.
 _ROWS_END = 2**31 - 2**20
@@ -256,6 +257,41 @@ def rule_constants(rules: ScoreRules) -> dict[str, Any]:
     }
 
 
+class Variant(NamedTuple):
+    """How a kernel of Triton's takes rows.
+
+    Attributes:
+        turned: products are turned, see `is_turned`.
+        block_queries, tile_rows: of a program, and of what it takes at a time.
+        programs: as many as are wanted.
+        constants: and options of a launch, beside alignment and rules.
+    """
+
+    turned: bool
+    block_queries: int
+    tile_rows: int
+    programs: int
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(n_queries: int, d: int, dv: int, fmt: str, block_rows: int, n_blocks: int) -> Variant:
+    """``n_blocks``: 2 stands for more."""
+    width = dv or d
+    turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
+    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
+    tile_rows = shape["BLOCK_T"]
+    constants = {
+        "enable_fp_fusion": True,
+        **block_constants(d, width, fmt, block_rows, n_blocks, tile_rows, turned),
+        **launch_options(n_queries, d, width, fmt, turned=turned),
+        **(turned_constants if turned else row_constants)(fmt, d, dv),
+        **shape,
+    }
+    programs = programs_wanted(d, width, fmt, turned=turned)
+    return Variant(turned, shape["BLOCK_Q"], tile_rows, programs, constants)
+
+
 def attention_triton(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -285,17 +321,11 @@ def attention_triton(
             expected=f"at most {DIM_MAX}",
             fix="use the CPU version",
         )
-    check_inside(
-        buffer.numel(),
-        block_offset_bytes,
-        n_rows,
-        block_rows,
-        block_bytes(block_rows, d, dv, fmt),
-        visible,
-    )
-    align_bytes = _alignment(buffer, block_offset_bytes, n_rows, block_rows, fmt)
-    rows_max = int(n_rows.max()) if n_rows.numel() else 0
-    given = (query, buffer, block_offset_bytes, n_rows, rows_max, align_bytes, block_rows)
+    at, many = on_host(block_offset_bytes, n_rows)
+    size_bytes = block_bytes(block_rows, d, dv, fmt)
+    found = look_inside(buffer, at, many, block_rows, size_bytes, visible)
+    align_bytes = _alignment(found, fmt)
+    given = (query, buffer, block_offset_bytes, n_rows, found.rows_max, align_bytes, block_rows)
     return attention_inside_triton(
         *given, fmt, scale, dv, visible, last_position, n_splits=n_splits, rules=rules
     )
@@ -337,14 +367,12 @@ def attention_inside_triton(
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
             query.shape[:3], dtype=torch.float32
         )
-    turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
-    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
+    variant = _variant(n_queries, d, dv, fmt, block_rows, min(n_blocks, 2))
     plan = None
     # Of many queries `attention.py` takes twice as many at a time, and so reads rows half as often.
     if n_queries <= by_slices.QUERIES_MAX or is_wide(d, dv):
         plan = by_slices.compiled_plan(n_queries, d, dv, fmt, align_bytes, query.device)
-    block_queries, tile_rows = shape["BLOCK_Q"], shape["BLOCK_T"]
-    wanted = programs_wanted(d, width, fmt, turned=turned)
+    turned, block_queries, tile_rows, wanted, constants = variant
     if plan is not None:
         block_queries, tile_rows = plan.queries, by_slices.TILE_ROWS
         wanted = _MULTIPROCESSORS * plan.resident
@@ -378,19 +406,16 @@ def attention_inside_triton(
         if turned and fmt == "int8":
             scaled = scaled.unflatten(-1, (-1, 2)).transpose(-1, -2)
         kernel = _kernel_for(d, width, fmt, turned=turned)
-        with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+        with on_current(query.device):
             kernel[(n_heads, q_blocks, splits)](
                 *(scaled.contiguous(), buffer, *tables, o, lse),
                 *(*counts, stride, int(has_last), rules.window),
                 ALIGN_BYTES=align_bytes,
-                **block_constants(d, width, fmt, block_rows, n_blocks, tile_rows, turned),
-                enable_fp_fusion=True,
-                **launch_options(n_queries, d, width, fmt, turned=turned),
-                **(turned_constants if turned else row_constants)(fmt, d, dv),
+                **constants,
                 **rule_constants(rules),
-                **shape,
             )
-    o, lse = _merged(o, lse)
+    if splits > 1:
+        o, lse = _launch_merge(o, lse, splits, n_heads, None)
     return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
 
 
@@ -468,51 +493,13 @@ def _tables(
 ) -> list[torch.Tensor]:
     """The kernels' tables where the query is, those that are not there as memory that nobody looks
     at. Those of the host are copied together."""
-    unused = torch.empty(1, dtype=torch.int64, device=device)
-    given = {
-        0: block_offset_bytes,
-        1: n_rows,
-        2: visible,
-        3: last_position,
-        4: rules.position,
-        5: rules.slopes,
-    }
-    spare = {2: unused.view(torch.uint8), 5: unused.view(torch.float32)}
-    tables = {i: each for i, each in given.items() if each is not None}
-    far = [i for i, each in tables.items() if each.device != device]
-    if far and all(tables[i].device.type == "cpu" for i in far):
-        tables |= zip(far, _copied([tables[i] for i in far], device), strict=True)
+    given = (block_offset_bytes, n_rows, visible, last_position, rules.position, rules.slopes)
+    there = iter(on_device([each for each in given if each is not None], device))
+    nothing = unused(device)
     return [
-        tables[i].to(device, non_blocking=True).contiguous()
-        if i in tables
-        else spare.get(i, unused)
-        for i in given
+        nothing[dtype] if each is None else next(there)
+        for each, dtype in zip(given, _TABLE_DTYPES, strict=True)
     ]
-
-
-def _copied(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes, as if it
-    were a tensor of its own."""
-    ends = list(itertools.accumulate(-(-each.nbytes // 16) * 16 for each in tables))
-    # a copy from memory that the system may move waits until it has been copied once more
-    packed = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    places = [
-        slice(begin, begin + each.nbytes) for begin, each in zip([0, *ends], tables, strict=False)
-    ]
-    for place, each in zip(places, tables, strict=True):
-        packed[place] = each.reshape(-1).view(torch.uint8)
-    there = packed.to(device, non_blocking=True)
-    return [
-        there[place].view(each.dtype).view(each.shape)
-        for place, each in zip(places, tables, strict=True)
-    ]
-
-
-def _merged(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts' results as one; those that saw no row count for nothing."""
-    if o.shape[0] == 1:
-        return o[0], lse[0]
-    return _launch_merge(o, lse, o.shape[0], o.shape[1], None)
 
 
 def merge_results(
@@ -557,12 +544,12 @@ def _launch_merge(
         return whole, whole_lse
     shape = merge_shape(n_parts, dv)
     module: Any = load_kernel("attention_merge")
-    with torch.cuda.device(o.device) if o.device.type == "cuda" else contextlib.nullcontext():
+    with on_current(o.device):
         module.merge_kernel[(n_heads * n_queries, -(-dv // shape["BLOCK_DV"]))](
             o,
             lse,
             # not read where it stands for none
-            torch.empty(1, dtype=torch.int64, device=o.device) if place is None else place,
+            unused(o.device)[torch.int64] if place is None else place,
             whole,
             whole_lse,
             n_parts,
@@ -576,25 +563,13 @@ def _launch_merge(
     return whole, whole_lse
 
 
-def _alignment(
-    buffer: torch.Tensor,
-    block_offset_bytes: torch.Tensor,
-    n_rows: torch.Tensor,
-    block_rows: int,
-    fmt: str,
-) -> int:
+def _alignment(found: BlocksFound, fmt: str) -> int:
     """What every needed block's address is a multiple of: 16, or the size of an element (int8: of a
     scale). Raises InvalidInputError."""
-    element_bytes = max(ROW_FORMATS[fmt].itemsize, 4 if fmt == "int8" else 1)
-    needed = (
-        torch.arange(block_offset_bytes.shape[2], device=n_rows.device) * block_rows
-        < n_rows[:, None]
-    )
-    needed = needed[:, None, :].to(block_offset_bytes.device).expand_as(block_offset_bytes)
-    addresses = block_offset_bytes[needed] + buffer.data_ptr() % 16
-    if not bool((addresses % 16).any()):
+    if found.multiple >= 16:
         return 16
-    if bool((addresses % element_bytes).any()):
+    element_bytes = max(ROW_FORMATS[fmt].itemsize, 4 if fmt == "int8" else 1)
+    if found.multiple < element_bytes:
         raise InvalidInputError(
             "attention blocks on CUDA",
             got="an odd address",

@@ -11,6 +11,7 @@ from ...errors import InvalidInputError
 from .._native import is_direct, load_extension, load_ops
 from .checks import check_inside, check_ranges, check_seed
 from .cpu import crc32c_cpu
+from .cuda import crc32c_cuda, crc32c_inside_cuda
 
 
 def crc32c(data: bytes | bytearray | memoryview | torch.Tensor, seed: int = 0) -> int:
@@ -63,6 +64,8 @@ def crc32c_ranges(
     try:
         if is_direct(buffer):
             return crc32c_cpu(buffer, offset_bytes, size_bytes, seed)
+        if is_direct(buffer, on="cuda"):
+            return crc32c_cuda(buffer, offset_bytes, size_bytes, seed)
         load_ops()
         return torch.ops.espnx.crc32c(buffer, offset_bytes, size_bytes, seed)
     except IndexError as error:
@@ -87,6 +90,8 @@ def crc32c_inside(
     same."""
     if is_direct(buffer):
         return crc32c_cpu(buffer, offset_bytes, size_bytes)
+    if is_direct(buffer, on="cuda"):
+        return crc32c_inside_cuda(buffer, offset_bytes, size_bytes, has_whole_words)
     load_ops()
     return torch.ops.espnx.crc32c_inside(buffer, offset_bytes, size_bytes, has_whole_words)
 

@@ -7,15 +7,16 @@ look-ups are in shared memory, a bank for each lane, and it reads 16 bytes at a 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from typing import Any
 
 import torch
 
 from .. import device_code
-from .._native import load_kernel
-from .checks import check_inside, check_ranges
+from .._native import load_kernel, on_current
+from ..ranges import look_inside
+from ..tables import on_device, on_host
+from .checks import check_ranges
 from .shifts import device_tables, kernel_tables
 
 LANES, WARPS = 64, 1  # fastest on an H200 for ranges of 4 KiB
@@ -32,7 +33,7 @@ def crc32c_cuda(
     if not _is_compiled(buffer.device):
         return crc32c_triton(buffer, offset_bytes, size_bytes, seed)
     check_ranges(buffer, offset_bytes, size_bytes, seed)
-    check_inside(buffer.numel(), offset_bytes, size_bytes)
+    look_inside("crc32c", buffer, *on_host(offset_bytes, size_bytes))
     return _launch_compiled(buffer, offset_bytes, size_bytes, seed)
 
 
@@ -58,6 +59,7 @@ def _launch_compiled(
     crcs = torch.empty(offset_bytes.numel(), dtype=torch.int64, device=buffer.device)
     n = crcs.numel()
     if n:
+        offset_bytes, size_bytes = on_device((offset_bytes, size_bytes), buffer.device)
         device_code.launch(
             "crc32c",
             "espnx_crc32c",
@@ -65,8 +67,8 @@ def _launch_compiled(
             THREADS,
             (
                 buffer,
-                offset_bytes.to(buffer.device, non_blocking=True).contiguous(),
-                size_bytes.to(buffer.device, non_blocking=True).contiguous(),
+                offset_bytes,
+                size_bytes,
                 device_tables(buffer.device),
                 crcs,
                 ctypes.c_int64(n),
@@ -83,9 +85,8 @@ def crc32c_triton(
 ) -> torch.Tensor:
     """`espnx.ops.crc32c_ranges` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter."""
     check_ranges(buffer, offset_bytes, size_bytes, seed)
-    check_inside(buffer.numel(), offset_bytes, size_bytes)
-    has_whole_words = not bool((((offset_bytes + buffer.data_ptr() % 4) | size_bytes) % 4).any())
-    return _launch_triton(buffer, offset_bytes, size_bytes, seed, has_whole_words)
+    found = look_inside("crc32c", buffer, *on_host(offset_bytes, size_bytes))
+    return _launch_triton(buffer, offset_bytes, size_bytes, seed, found.multiple % 4 == 0)
 
 
 def _launch_triton(
@@ -99,13 +100,14 @@ def _launch_triton(
     if crcs.numel() == 0:
         return crcs
     register = seed ^ 0xFFFFFFFF
+    offset_bytes, size_bytes = on_device((offset_bytes, size_bytes), buffer.device)
     round_shift, lane_shift = kernel_tables(LANES, buffer.device)
     kernel: Any = load_kernel("crc32c")
-    with torch.cuda.device(buffer.device) if buffer.is_cuda else contextlib.nullcontext():
+    with on_current(buffer.device):
         kernel.crc32c_kernel[(crcs.numel(),)](
             buffer,
-            offset_bytes.to(buffer.device, non_blocking=True).contiguous(),
-            size_bytes.to(buffer.device, non_blocking=True).contiguous(),
+            offset_bytes,
+            size_bytes,
             round_shift,
             lane_shift,
             crcs,

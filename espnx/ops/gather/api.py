@@ -8,6 +8,7 @@ import torch
 from .._native import is_direct, load_ops
 from ..ranges import check_ranges
 from .cpu import gather_cpu
+from .cuda import gather_cuda
 
 
 def gather(
@@ -35,6 +36,8 @@ def gather(
     check_ranges("gather", buffer, offset_bytes, size_bytes)
     if is_direct(buffer):
         return gather_cpu(buffer, offset_bytes, size_bytes)
+    if is_direct(buffer, on="cuda"):
+        return gather_cuda(buffer, offset_bytes, size_bytes)
     load_ops()
     found: torch.Tensor = torch.ops.espnx.gather(buffer, offset_bytes, size_bytes)
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .._native import load_extension
-from ..ranges import check_inside, check_ranges
-from .places import begins
+from ..ranges import check_ranges
+from .places import places
 
 
 def gather_cpu(
@@ -14,8 +14,7 @@ def gather_cpu(
 ) -> torch.Tensor:
     """`espnx.ops.gather` of tensors on the CPU."""
     check_ranges("gather", buffer, offset_bytes, size_bytes)
-    check_inside("gather", buffer.numel(), offset_bytes, size_bytes)
-    begin, total_bytes = begins(size_bytes)
-    out = torch.empty(total_bytes, dtype=torch.uint8)
-    load_extension().gather(buffer, offset_bytes.contiguous(), begin, out, torch.get_num_threads())
+    found = places(buffer, offset_bytes, size_bytes)
+    out = torch.empty(found.total_bytes, dtype=torch.uint8)
+    load_extension().gather(buffer, found.offset_bytes, found.begin, out, torch.get_num_threads())
     return out

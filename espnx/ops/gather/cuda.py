@@ -8,8 +8,9 @@ import ctypes
 import torch
 
 from .. import device_code
-from ..ranges import check_inside, check_ranges
-from .places import begins
+from ..ranges import check_ranges
+from ..tables import on_device
+from .places import places
 
 _ALIGNMENTS = (16, 4)  # of the kernel's variants, beside 1
 _THREADS, _WARPS = 256, 8
@@ -31,13 +32,11 @@ def gather_cuda(
 ) -> torch.Tensor:
     """`espnx.ops.gather` of CUDA tensors."""
     check_ranges("gather", buffer, offset_bytes, size_bytes)
-    check_inside("gather", buffer.numel(), offset_bytes, size_bytes)
-    begin, total_bytes = begins(size_bytes)
+    _, begin, total_bytes, unit = places(buffer, offset_bytes, size_bytes)
     out = torch.empty(total_bytes, dtype=torch.uint8, device=buffer.device)
     if total_bytes == 0:
         return out
-    unit = _alignment(buffer, offset_bytes, size_bytes, (16, 8, 4, 2))
-    offset, begin = _there(offset_bytes, buffer.device), _there(begin, buffer.device)
+    offset, begin = on_device((offset_bytes, begin), buffer.device)
     align = next((each for each in _ALIGNMENTS if each <= unit), 1)
     kernel = f"espnx_gather_{align}"
     if not device_code.is_there("gather", kernel, buffer.device):
@@ -62,18 +61,3 @@ def copy_by_index(
         place = torch.arange(at, to, device=out.device)
         record = torch.searchsorted(begin // unit, place, right=True) - 1
         target[at:to] = source[place + first[record]]
-
-
-def _alignment(
-    buffer: torch.Tensor,
-    offset_bytes: torch.Tensor,
-    size_bytes: torch.Tensor,
-    candidates: tuple[int, ...],
-) -> int:
-    """The largest of these powers of two that all addresses and sizes are multiples of; else 1."""
-    places = (offset_bytes + buffer.data_ptr() % 16) | size_bytes.to(offset_bytes.device)
-    return next((each for each in candidates if not bool((places % each).any())), 1)
-
-
-def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, non_blocking=True).contiguous()

@@ -10,6 +10,7 @@ from .._native import is_direct, load_ops
 from .checks import check_arguments, check_codebook, check_inside
 from .codebook import Codebook
 from .cpu import maxsim_cpu
+from .cuda import maxsim_cuda
 from .formats import token_format
 from .residual import centroid_error, first_unknown
 
@@ -74,13 +75,14 @@ def maxsim(
             "maxsim threads", got=threads, expected="1 or more, or None to leave it to the op"
         )
     tables = (None, None) if codebook is None else (codebook.centroids, codebook.bucket_weights)
+    given = (query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
     try:
         if is_direct(query, buffer):
-            return maxsim_cpu(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
+            return maxsim_cpu(*given)
+        if is_direct(query, buffer, on="cuda"):
+            return maxsim_cuda(*given)
         load_ops()
-        return torch.ops.espnx.maxsim(
-            query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables
-        )
+        return torch.ops.espnx.maxsim(*given)
     except IndexError as error:
         # C++ looks at each record once; Python looks again only where it has found something
         if buffer.device.type != "cpu":

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...errors import InvalidInputError
+from .._native import load_extension
+from ..ranges import changed_tables
 from .codebook import Codebook
 from .limits import TOKENS_MAX, check_dim
 from .token import TokenFormat
+
+
+class RecordsFound(NamedTuple):
+    """What a look at records finds.
+
+    Attributes:
+        multiple: the largest power of two, to 16, of which all addresses are multiples.
+        tokens_max: of a document; 0 without documents.
+    """
+
+    multiple: int
+    tokens_max: int
 
 
 def check_arguments(
@@ -70,7 +86,7 @@ def check_inside(
     buffer_bytes: int, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, row_bytes: int
 ) -> None:
     """Raises InvalidInputError unless every record lies inside the buffer. Waits for the device
-    where the tensors are on one."""
+    where the tensors are on one; `look_inside` is the fast version."""
     # n_tokens is judged before it is multiplied, and the room left is a difference, so nothing
     # overflows.
     n_tokens_ok = (n_tokens >= 0) & (n_tokens <= TOKENS_MAX)
@@ -93,6 +109,37 @@ def check_inside(
         expected=f"0 to {TOKENS_MAX} token rows that lie within the buffer's {buffer_bytes} bytes",
         fix="offset_bytes counts from the buffer's first byte to the document's first token row",
     )
+
+
+def look_inside(
+    buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, row_bytes: int
+) -> RecordsFound:
+    """`check_inside`, by one look at each entry, and what it finds besides.
+
+    Args:
+        offset_bytes, n_tokens: contiguous, on the host.
+
+    Raises:
+        InvalidInputError: as `check_inside`.
+    """
+    buffer_bytes = buffer.numel()
+    outside, multiple, _, tokens_max, _ = load_extension().look_at_records(
+        offset_bytes, n_tokens, row_bytes, TOKENS_MAX, buffer_bytes, buffer.data_ptr(), None
+    )
+    if outside >= 0:
+        check_inside(buffer_bytes, offset_bytes, n_tokens, row_bytes)
+        raise changed_tables("maxsim")
+    return RecordsFound(multiple, tokens_max)
+
+
+def is_aligned(
+    found: RecordsFound, buffer: torch.Tensor, offset_bytes: torch.Tensor, token: TokenFormat
+) -> bool:
+    """`check_aligned` of records that were looked at. Raises as it does."""
+    if found.multiple < token.alignment_bytes:
+        check_aligned(buffer.data_ptr(), offset_bytes, token)
+        raise changed_tables("maxsim")
+    return found.multiple % 16 == 0 and buffer.data_ptr() % 16 == 0
 
 
 def check_aligned(address: int, offset_bytes: torch.Tensor, token: TokenFormat) -> bool:

@@ -3,19 +3,21 @@ kernel for such rows and a build has compiled it (by_warps.py), else ``kernels/m
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from typing import Any
 
 import torch
 
 from ...errors import InvalidInputError
-from .._native import load_kernel
+from .._native import load_kernel, on_current
+from ..tables import on_device, on_host, unused
 from . import by_warps
-from .checks import check_aligned, check_arguments, check_inside
+from .checks import check_arguments, is_aligned, look_inside
 from .formats import TokenFormat, token_format
 from .residual import ResidualFormat
 
 _BLOCK_D = 128  # values of a row taken at a time
+_SHORT_TILE = 16  # rows of a tile where no document has more
 _BLOCK_D_OF_FP32 = 32  # where they are multiplied in fp32
 _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
 #: Bytes of a query value's parts, of formats that are multiplied as they are.
@@ -41,7 +43,7 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     is_short = fmt == "fp32" or (fmt == "fp16" and d <= 128 and not whole)
     return {
         "BLOCK_Q": _block_q(n_query_tokens),
-        "BLOCK_T": 16 if tokens_max <= 16 else 32 if is_short else 64,
+        "BLOCK_T": _SHORT_TILE if tokens_max <= _SHORT_TILE else 32 if is_short else 64,
         "BLOCK_D": min(block_d, _BLOCK_D),
         "IS_WHOLE": whole,
     }
@@ -114,6 +116,17 @@ def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=1024)
+def _variant(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict[str, Any]:
+    """Constants and options of a launch of Triton's, beside alignment."""
+    return {
+        "enable_fp_fusion": True,
+        **launch_options(n_query_tokens, d, fmt),
+        **row_constants(token_format(fmt), d),
+        **launch_shape(n_query_tokens, d, tokens_max, fmt),
+    }
+
+
 def maxsim_cuda(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -160,8 +173,9 @@ def _scores(
     check_arguments(query, buffer, offset_bytes, n_tokens)
     n_query_tokens, d = query.shape[-2:]
     tables_there = _tables(token, query, *tables)
-    check_inside(buffer.numel(), offset_bytes, n_tokens, token.token_row_bytes(d))
-    is_aligned = check_aligned(buffer.data_ptr(), offset_bytes, token)
+    at, many = on_host(offset_bytes, n_tokens)
+    found = look_inside(buffer, at, many, token.token_row_bytes(d))
+    are_aligned = is_aligned(found, buffer, at, token)
     n, n_queries = offset_bytes.numel(), query.shape[0] if query.dim() == 3 else 1
     if n * n_queries > _PROGRAMS_MAX:
         raise InvalidInputError(
@@ -171,23 +185,21 @@ def _scores(
             fix="score fewer queries at once",
         )
     scores = torch.empty((*query.shape[:-2], n), dtype=torch.float32, device=query.device)
-    query = query.contiguous()
-    counts = n_tokens.to(query.device, non_blocking=True).contiguous()
     if scores.numel() == 0:
         return scores
+    offsets, counts = on_device((offset_bytes, n_tokens), query.device)
     if n_query_tokens == 0:
         return scores.copy_(torch.where(counts > 0, 0.0, -torch.inf))
-    offsets = offset_bytes.to(query.device, non_blocking=True).contiguous()
     launch_scores(
-        query,
+        query.contiguous(),
         buffer,
         offsets,
         counts,
         scores,
         token,
         tables_there,
-        n_tokens,
-        is_aligned=is_aligned,
+        tokens_max=found.tokens_max,
+        is_aligned=are_aligned,
         takes_compiled=takes_compiled,
     )
     return scores
@@ -201,8 +213,8 @@ def launch_scores(
     scores: torch.Tensor,
     token: TokenFormat,
     tables: tuple[torch.Tensor, torch.Tensor],
-    n_tokens: torch.Tensor,
     *,
+    tokens_max: int,
     is_aligned: bool,
     takes_compiled: bool,
 ) -> None:
@@ -212,7 +224,7 @@ def launch_scores(
     Args:
         offsets, counts: int64 [n].
         tables: centroids and weights of residual formats, else two tensors that are not looked at.
-        n_tokens: `counts` once more, on any device: Triton's kernel has a variant for short ones.
+        tokens_max: the largest of `counts`: Triton's kernel has a variant for short ones.
         is_aligned: all documents begin at multiples of 16 bytes.
         takes_compiled: by csrc/cuda where it has such a kernel.
     """
@@ -226,7 +238,7 @@ def launch_scores(
         by_warps.launch(query, buffer, offsets, counts, scores, token.name, tables)
         return
     kernel: Any = load_kernel("maxsim")
-    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+    with on_current(query.device):
         kernel.maxsim_kernel[(programs(n, n_queries, n_query_tokens, d, token.name),)](
             query,
             buffer,
@@ -239,10 +251,8 @@ def launch_scores(
             n_query_tokens,
             len(tables[0]),
             ALIGN_BYTES=16 if is_aligned else token.alignment_bytes,
-            enable_fp_fusion=True,
-            **launch_options(n_query_tokens, d, token.name),
-            **row_constants(token, d),
-            **launch_shape(n_query_tokens, d, int(n_tokens.max()), token.name),
+            # of documents it matters only whether a short tile holds the longest
+            **_variant(n_query_tokens, d, min(tokens_max, _SHORT_TILE + 1), token.name),
         )
 
 
@@ -255,8 +265,8 @@ def _tables(
     """Centroids and weights for the kernel, shapes checked; for other formats two tensors that it
     does not look at."""
     if not isinstance(token, ResidualFormat) and centroids is None and bucket_weights is None:
-        unused = query.new_empty(1)
-        return unused, unused
+        nothing = unused(query.device)[torch.float32]
+        return nothing, nothing
     expected = (
         "float32 [K, d] and [2^N], contiguous, with the residual formats, and with them alone"
     )

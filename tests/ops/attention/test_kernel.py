@@ -18,7 +18,6 @@ from espnx.errors import InvalidInputError
 from espnx.ops.attention import block_bytes, cuda
 from espnx.ops.attention.cuda import (
     ScoreRules,
-    _copied,
     attention_inside_triton,
     attention_triton,
     block_constants,
@@ -219,26 +218,6 @@ def test_blocks_of_caches_are_for_few_queries(fmt: str, d: int) -> None:
     assert is_turned(8, d, d, fmt, RowLayout(fmt, d, d).block_rows)
 
 
-def test_tables_of_the_host_are_copied_together() -> None:
-    """Each as it is, at a multiple of 16 bytes."""
-    tables = [
-        torch.arange(3).view(1, 3, 1),
-        torch.tensor([5]),
-        torch.tensor([[1, 0, 1]], dtype=torch.uint8),
-        torch.arange(10).view(2, 5).T,
-        torch.empty(1, 2, 0, dtype=torch.int64),
-        torch.rand(1, 2, 3),
-    ]
-    found = _copied(tables, torch.device("cpu"))
-    assert len({each.untyped_storage().data_ptr() for each in found}) == 1
-    for table, there in zip(tables, found, strict=True):
-        assert there.is_contiguous()
-        assert there.dtype == table.dtype
-        assert torch.equal(there, table)
-        assert there.storage_offset() * there.itemsize % 16 == 0
-    assert [each.shape for each in _copied([tables[4]], torch.device("cpu"))] == [(1, 2, 0)]
-
-
 def test_what_cuda_refuses() -> None:
     case = make_case(n_rows=[20], gap_bytes=1)
     with pytest.raises(InvalidInputError, match="multiples of 2 bytes"):
@@ -270,23 +249,6 @@ def test_more_rows_than_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
             attention_inside_triton(*case.args, *options)
         assert raised.value.got == rows_max
     assert launched == [1]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tables_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    asked: list[bool] = []
-
-    class StopError(Exception):
-        pass
-
-    def zeros(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
-        asked.append(pin_memory)
-        raise StopError
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(StopError):
-        _copied([torch.ones(3)], torch.device(device))
-    assert asked == [device == "cuda"]
 
 
 @pytest.mark.parametrize(

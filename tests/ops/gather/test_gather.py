@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from espnx.errors import InvalidInputError
 from espnx.ops._native import load_extension, load_ops
 from espnx.ops.gather import cuda, gather, gather_reference
-from espnx.ops.gather.places import begins
+from espnx.ops.gather.places import places
 
 VERSIONS = pytest.mark.parametrize("version", [gather, gather_reference, cuda.gather_cuda])
 
@@ -47,10 +50,10 @@ def test_shared_out_between_threads() -> None:
     sizes = torch.tensor([3 << 20, *range(3000), 0, 1_500_001])
     offsets = torch.arange(sizes.numel()) % 50
     offsets[0] = 0
-    begin, total = begins(sizes)
-    out = torch.empty(total, dtype=torch.uint8)
+    found = places(buffer, offsets, sizes)
+    out = torch.empty(found.total_bytes, dtype=torch.uint8)
     for threads in (1, 3):
-        load_extension().gather(buffer, offsets, begin, out.zero_(), threads)
+        load_extension().gather(buffer, offsets, found.begin, out.zero_(), threads)
         assert torch.equal(out, gather_reference(buffer, offsets, sizes))
 
 
@@ -102,8 +105,11 @@ def test_other_arguments(version: object) -> None:
 
 
 def test_more_than_any_memory() -> None:
+    huge: Any = SimpleNamespace(numel=lambda: 2**62, data_ptr=lambda: 64)
     with pytest.raises(InvalidInputError, match="bytes in all"):
-        begins(torch.full((64,), 2**60))
+        places(huge, torch.zeros(2, dtype=torch.int64), torch.tensor([2**60, 1]))
+    exact = places(huge, torch.zeros(2, dtype=torch.int64), torch.tensor([2**60 - 1, 1]))
+    assert exact.total_bytes == int(exact.begin[-1]) == 2**60
 
 
 def test_the_op() -> None:
