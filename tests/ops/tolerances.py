@@ -33,6 +33,17 @@ query in three bf16 parts: off by less than ``2^-21`` of each value. Products wi
 are summed apart, or before the others: their sums, and so what is rounded off them, are a 2^11th or
 a 2^8th of the others'. That adds one rounding, or two.
 
+int8 and bit1 rows by digits on tensor cores (csrc/cuda). A query value is rounded to a multiple of
+its token's step, which is ``2^-22`` of the power of two below its largest value, or twice that if
+that is within ``2^-6`` of the next: off by ``1.008 * 2^-23`` of the largest value, whatever its own
+size. Products of digits with codes, or with bits, are summed exactly. The sums of the two lower
+digits are at most ``2^15.01`` steps for each unit of a code and are rounded once as a whole,
+``2^-8.99`` of a step: together less than ``1.02 * 2^-23`` of the largest value for each value of
+the document. Then come the roundings of the number, of its product with the row's scale and of the
+sum over tokens; of bit1 instead that of twice the sum of the values whose bits are 1 (two of B),
+that of all values' sum, of their difference, of ``128^-1/2`` and of the product with it: ``Lq + 5``
+at most, and one for what the values were rounded by in them.
+
 Residual rows by warps on tensor cores (csrc/cuda) are allowed 4 roundings more than in fp32,
 ``gamma(1.5 d + Lq + 8)`` of B with ``u = 2^-24``. A value is the same fp32 sum as elsewhere. It and
 the query's go in two fp16 parts, each off by ``2^-22`` of itself, and products of two second parts,
@@ -62,6 +73,7 @@ from espnx.ops.maxsim import token_format
 from tests.ops.records import Records
 
 SPLIT_FORMATS = ("fp16", "int8", "bit1")
+WHOLE_FORMATS = ("int8", "bit1")  # of which csrc/cuda multiplies rows by digits of a query
 
 
 def gamma(n: float, unit_roundoff: float) -> float:
@@ -82,6 +94,7 @@ def maxsim_bound(
     records: Records,
     *,
     tensor_cores: bool = False,
+    by_digits: bool = False,
     cpu_level: str = "portable",
 ) -> torch.Tensor:
     """The largest difference allowed between the op and `maxsim_reference` for each score. Finite
@@ -92,7 +105,10 @@ def maxsim_bound(
     peaks = _maxsim_of_magnitudes(query.abs().amax(dim=-1, keepdim=True).expand_as(query), records)
     roundings = d + n_query_tokens + value_roundings(fmt, d)
     bound = 2 * gamma(roundings, 2.0**-24) * magnitude
-    if tensor_cores and fmt in SPLIT_FORMATS:
+    if tensor_cores and by_digits:
+        rounded = gamma(n_query_tokens + 6, 2.0**-24) + gamma(roundings, 2.0**-24)
+        bound = rounded * magnitude + 1.02 * 2.0**-23 * peaks
+    elif tensor_cores and fmt in SPLIT_FORMATS:
         truncated = gamma(roundings + 1, 2.0**-23) + gamma(roundings, 2.0**-24)
         bound = (truncated + 2.0**-22) * magnitude + 2.0**-36 * peaks
     elif tensor_cores and fmt == "bf16":
