@@ -17,10 +17,15 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
   return __uint_as_float(uint32_t(exponent + 127) << 23);
 }
 
-// What sums of products with digits stand for, the largest digit's first. Each is at most 2^21, of
-// 128 values.
+// Sums begin at these numbers. Those of the last digit are at most 2^21, of 128 values, and begin at
+// the bits of 1.5 * 2^23, so that they are the bits of that and the sum; what this adds is taken
+// from the second digit's.
+constexpr int kBits = 0x4B400000;
+__device__ constexpr int kFirst[kDigits] = {0, -(3 << 22) / 256, kBits};
+
+// What sums of products with digits stand for, the largest digit's first.
 __device__ __forceinline__ float number_of(int a, int b, int c) {
-  return fmaf(float(a), 65536.0f, float(b * 256 + c));
+  return fmaf(float(a * 256 + b), 256.0f, __int_as_float(c));
 }
 
 // The eight values of the query's token 8 * piece + lane / 4 that a lane has in a step's two
@@ -93,7 +98,6 @@ struct Digits {
         if (is_own) total = total_of_own;
       }
     }
-    if (kFormat == kBit1) factor *= 0.08838834764831845f;  // 128^-1/2
   }
 
   // The sum of eight values, in steps.
@@ -123,7 +127,8 @@ struct Digits {
 
   // Of the largest sum. A bit b is 2 b - 1: the largest is where the one of bits is.
   __device__ __forceinline__ float product_of(float largest) const {
-    return kFormat == kBit1 ? fmaf(2.0f, largest, -total) * factor : largest * factor;
+    if (kFormat != kBit1) return largest * factor;
+    return fmaf(2.0f, largest, -total) * 0.08838834764831845f * factor;  // 128^-1/2
   }
 };
 

@@ -37,7 +37,8 @@ struct Shape {
   static constexpr int kStageBytes = (kRows * kPitch + 15) / 16 * 16;
   static constexpr int kShared = kWhole ? 0 : kParts - kHeld;
   static_assert(kFormat != kBit1 || kWidth == 128);
-  static_assert(kFormat != kInt8 || kTiles == 2);
+  static constexpr int kTogether = kFormat == kInt8 ? 2 : 1;  // tiles whose rows alternate
+  static_assert(kTiles % kTogether == 0);
 };
 
 // One document's score by plain multiply-adds: a query token a lane, a row after another.
@@ -80,10 +81,11 @@ struct Rows {
   uint32_t stage;
   int lane;
 
-  // Row lane / 4 of a tile and the one eight further; of int8 every fourth row of the stage, so
-  // that eight rows' words, whole rows and scales apart, are in different banks.
+  // Row lane / 4 of a tile and the one eight further; of int8 every fourth one of 32 rows, so that
+  // words of the eight that are loaded at once, each with its scale, are in different banks.
   __device__ __forceinline__ int number(int tile, int half) const {
-    return kFormat == kInt8 ? lane / 4 * 4 + tile * 2 + half : tile * 16 + half * 8 + lane / 4;
+    if constexpr (kFormat == kInt8) return tile / 2 * 32 + lane / 4 * 4 + tile % 2 * 2 + half;
+    return tile * 16 + half * 8 + lane / 4;
   }
 
   __device__ __forceinline__ uint32_t row(int tile, int half) const {
@@ -112,9 +114,9 @@ struct Rows {
     }
   }
 
-  // What a row's products are to be multiplied by; 1 where there is no row.
-  __device__ __forceinline__ float scale(int tile, int half, int rows) const {
-    if (kFormat != kInt8 || number(tile, half) >= rows) return 1.0f;
+  // What a row's products are to be multiplied by.
+  __device__ __forceinline__ float scale(int tile, int half) const {
+    if (kFormat != kInt8) return 1.0f;
     const float stored = __uint_as_float(load_word(row(tile, half)));
     return stored * 0.0f + stored;  // one that is not finite counts as NaN
   }
@@ -126,7 +128,10 @@ template <typename S, Format kFormat, typename Q>
 __device__ __forceinline__ void products(float (*product)[4], const uint32_t (*left)[4],
                                          const Q& query) {
   if constexpr (S::kWhole) {
-    int sum[kDigits][kPieces][4] = {};
+    int sum[kDigits][kPieces][4];
+#pragma unroll
+    for (int i = 0; i < kDigits * kPieces * 4; ++i)
+      sum[i / (kPieces * 4)][i / 4 % kPieces][i % 4] = kFirst[i / (kPieces * 4)];
 #pragma unroll
     for (int step = 0; step < S::kSteps; ++step)
 #pragma unroll
@@ -158,14 +163,19 @@ __device__ __forceinline__ void multiply_rows(Best& best, const Rows<S, kFormat>
                                               const Q& query, int n_rows) {
 #pragma unroll(kFormat == kBit1 ? 1 : kTiles)
   for (int tile = 0; tile < kTiles; ++tile) {
-    if (kFormat == kBit1 && tile * 16 >= n_rows) break;
+    if (S::kWhole && tile && tile % S::kTogether == 0 && tile * 16 >= n_rows) break;
     uint32_t left[S::kSteps][4];
     rows.values(left, tile);
     float product[kPieces][4];
     products<S, kFormat>(product, left, query);
-    if (n_rows < S::kRows)
-      best.mask(product, rows.number(tile, 0), rows.number(tile, 1), n_rows);
-    const float scale[2] = {rows.scale(tile, 0, n_rows), rows.scale(tile, 1, n_rows)};
+    float scale[2] = {rows.scale(tile, 0), rows.scale(tile, 1)};
+    if (n_rows < S::kRows) {
+      const int number[2] = {rows.number(tile, 0), rows.number(tile, 1)};
+      best.mask(product, number[0], number[1], n_rows);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (number[half] >= n_rows) scale[half] = 1.0f;
+    }
     best.take(product, scale);
   }
 }
@@ -237,7 +247,7 @@ MAXSIM(fp16_128, kFp16, 128, 1, 4)
 MAXSIM(bf16_64, kBf16, 64, 1, 6)
 MAXSIM(bf16_96, kBf16, 96, 1, 4)
 MAXSIM(bf16_128, kBf16, 128, 1, 4)
-MAXSIM(int8_64, kInt8, 64, 2, 6)
+MAXSIM(int8_64, kInt8, 64, 4, 4)
 MAXSIM(int8_96, kInt8, 96, 2, 5)
 MAXSIM(int8_128, kInt8, 128, 2, 4)
 MAXSIM(bit1_128, kBit1, 128, 4, 4)

@@ -36,13 +36,11 @@ a 2^8th of the others'. That adds one rounding, or two.
 int8 and bit1 rows by digits on tensor cores (csrc/cuda). A query value is rounded to a multiple of
 its token's step, which is ``2^-22`` of the power of two below its largest value, or twice that if
 that is within ``2^-6`` of the next: off by ``1.008 * 2^-23`` of the largest value, whatever its own
-size. Products of digits with codes, or with bits, are summed exactly. The sums of the two lower
-digits are at most ``2^15.01`` steps for each unit of a code and are rounded once as a whole,
-``2^-8.99`` of a step: together less than ``1.02 * 2^-23`` of the largest value for each value of
-the document. Then come the roundings of the number, of its product with the row's scale and of the
-sum over tokens; of bit1 instead that of twice the sum of the values whose bits are 1 (two of B),
-that of all values' sum, of their difference, of ``128^-1/2`` and of the product with it: ``Lq + 5``
-at most, and one for what the values were rounded by in them.
+size. Products of digits with codes, or with bits, are summed exactly, and two roundings make a
+number of the three sums. Then come those of its product with the row's scale and of the sum over
+tokens; of bit1 the former two count twice, as the sum of the values whose bits are 1 is taken
+twice, and further ones are those of all values' sum, of the difference, of ``128^-1/2`` and of the
+product with it. ``Lq + 7`` at most, and one for what they round being off already.
 
 Residual rows by warps on tensor cores (csrc/cuda) are allowed 4 roundings more than in fp32,
 ``gamma(1.5 d + Lq + 8)`` of B with ``u = 2^-24``. A value is the same fp32 sum as elsewhere. It and
@@ -106,8 +104,8 @@ def maxsim_bound(
     roundings = d + n_query_tokens + value_roundings(fmt, d)
     bound = 2 * gamma(roundings, 2.0**-24) * magnitude
     if tensor_cores and by_digits:
-        rounded = gamma(n_query_tokens + 6, 2.0**-24) + gamma(roundings, 2.0**-24)
-        bound = rounded * magnitude + 1.02 * 2.0**-23 * peaks
+        rounded = gamma(n_query_tokens + 8, 2.0**-24) + gamma(roundings, 2.0**-24)
+        bound = rounded * magnitude + 1.008 * 2.0**-23 * peaks
     elif tensor_cores and fmt in SPLIT_FORMATS:
         truncated = gamma(roundings + 1, 2.0**-23) + gamma(roundings, 2.0**-24)
         bound = (truncated + 2.0**-22) * magnitude + 2.0**-36 * peaks
