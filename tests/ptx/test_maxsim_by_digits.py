@@ -1,5 +1,5 @@
-"""csrc/cuda's MaxSim over int8 and bit1 rows, executed: what digits of a query hold, against sums in
-whole numbers, and queries and rows at the ends of their ranges."""
+"""csrc/cuda's MaxSim over int8 and bit1 rows, executed: what digits of a query hold, against sums
+in whole numbers, and queries and rows at the ends of their ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from espnx.ops import maxsim_reference
-from espnx.ops.maxsim import by_warps
+from espnx.ops.maxsim import by_warps, cuda
 from espnx.ops.maxsim.cuda import maxsim_cuda
 from tests.ops.records import Records, normals, scatter
 from tests.ops.tolerances import WHOLE_FORMATS, assert_scores_close, maxsim_bound
@@ -30,7 +30,8 @@ LENGTHS = (1, 33, 0, 64, 31)
 
 @pytest.fixture
 def few(device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a launch two warps, so that each takes several documents."""
+    """Of a launch two warps, so that each takes several documents; nothing is left to Triton."""
+    monkeypatch.setattr(cuda, "load_kernel", None)
     monkeypatch.setattr(by_warps, "WARPS", 2)
     monkeypatch.setattr(by_warps, "_MULTIPROCESSORS", 1)
     device_code()
@@ -50,7 +51,7 @@ def stored(rows: list[np.ndarray], fmt: str, scale: float = 1.0) -> Records:
             codes = each.astype(np.int8).view(np.uint8)
             buffer += np.concatenate([scales, codes], axis=1).tobytes()
     places = torch.tensor(offsets), torch.tensor([len(each) for each in rows])
-    return Records(torch.frombuffer(bytearray(buffer), dtype=torch.uint8), *places, fmt)
+    return Records(torch.frombuffer(bytearray(buffer), dtype=torch.uint8).clone(), *places, fmt)
 
 
 def numbers(fmt: str, n: int, d: int, seed: int) -> np.ndarray:
@@ -235,24 +236,6 @@ def test_scales_of_any_size(scale: float) -> None:
     assert torch.allclose(found, expected, rtol=1e-5, equal_nan=True)
 
 
-def check_every_place(d: int) -> None:
-    """Of documents of 64 rows one counts, in another tile each, and of queries one token, in
-    another piece each."""
-    queries = torch.zeros(4, 32, d)
-    for place, query in enumerate(queries):
-        query[8 * place + 2 * place + 1] = normals(d, seed=place)
-    rows = [np.zeros((64, d), dtype=np.int64) for _ in range(4)]
-    signs = torch.stack([query.sum(0) for query in queries]).sum(0).sign().numpy()
-    for number, each in zip((5, 18, 47, 60), rows, strict=True):
-        each[number] = signs * np.random.default_rng(number).integers(1, 128, d)
-    found = maxsim_cuda(queries, *stored(rows, "int8").args).double().numpy()
-    for query, scores in zip(queries.numpy(), found, strict=True):
-        values, step = as_steps(query.sum(0))
-        whole = np.array([(each @ values).max() for each in rows])
-        assert (whole > 0).all()
-        assert (np.abs(scores / step - whole) <= 2.0**-23 * whole).all()
-
-
 #: What is searched in one line of the kernel, and what stands there instead.
 SPOILED = {
     "columns' digits": (r"(mma\.sync.*), \{(%r\d+),(%r\d+)\}, \{", r"\1, {\3,\2}, {"),
@@ -260,11 +243,11 @@ SPOILED = {
     "rounding": (r"cvt\.rni\.s32\.f32", "cvt.rzi.s32.f32"),
     "the digits' ratio": (r"(mov\.f32.*), 0f43800000;", r"\1, 0f437F8000;"),
     "a digit's place": (r"(shl\.b32 \s*%r\d+, %r\d+), 8;", r"\1, 7;"),
-    "the first sum": (r"(mov\.u32.*), -49152;", r"\1, -49151;"),
+    "the first sum": (r"(mov\.u32.*), -49152;", r"\1, -49136;"),
 }
 
 
-@in_steps(20)
+@in_steps(50)
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_is_spoiled_is_noticed(what: str, step: int, device_code: Callable[..., Any]) -> None:
     ptx, (searched, instead) = compiled("maxsim").decode(), SPOILED[what]
