@@ -98,7 +98,6 @@ def test_rows_that_are_multiplied_in_whole_numbers(fmt: str, d: int) -> None:
         assert torch.equal(scaled, found[0] * 2.0**exponent)
 
 
-
 def test_maxsim_beyond_4_gib() -> None:
     """Offsets that do not fit in 32 bits."""
     records = scatter([integers(20, 16)], align_bytes=16)
