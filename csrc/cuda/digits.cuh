@@ -1,4 +1,5 @@
-// A query in digits of 8 bits, which tensor cores multiply by int8 rows and by bits in whole numbers.
+// A query in digits of 8 bits, which tensor cores multiply by int8 rows and by bits in whole
+// numbers.
 //
 // A token's values are rounded to multiples of a step, 2^-22 of the power of two below its largest
 // one, or twice that where that is nearly the next. Such a multiple q is less than 2^23 * (1 -
@@ -17,8 +18,8 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
   return __uint_as_float(uint32_t(exponent + 127) << 23);
 }
 
-// Sums begin at these numbers. Those of the last digit are at most 2^21, of 128 values, and begin at
-// the bits of 1.5 * 2^23, so that they are the bits of that and the sum; what this adds is taken
+// Sums begin at these numbers. Those of the last digit are at most 2^21, of 128 values, and begin
+// at the bits of 1.5 * 2^23, so that they are the bits of that and the sum; what this adds is taken
 // from the second digit's.
 constexpr int kBits = 0x4B400000;
 __device__ constexpr int kFirst[kDigits] = {0, -(3 << 22) / 256, kBits};
@@ -47,7 +48,7 @@ __device__ __forceinline__ void values_of_step(const float* query, int n_query, 
   }
 }
 
-// Byte `digit` of each of four words, the fourth byte counted as none.
+// Byte `digit` of each of four words, the lowest first.
 __device__ __forceinline__ uint32_t bytes_of(const uint32_t* word, int digit) {
   const uint32_t choice = uint32_t(digit) * 0x11u + 0x40u;
   return __byte_perm(__byte_perm(word[0], word[1], choice), __byte_perm(word[2], word[3], choice),
@@ -115,9 +116,8 @@ struct Digits {
     }
 #pragma unroll
     for (int digit = 0; digit < kDigits; ++digit)
-      held[digit][step][piece] =
-          make_uint2(bytes_of(word, kDigits - 1 - digit) ^ 0x80808080u,
-                     bytes_of(word + 4, kDigits - 1 - digit) ^ 0x80808080u);
+      held[digit][step][piece] = make_uint2(bytes_of(word, kDigits - 1 - digit) ^ 0x80808080u,
+                                            bytes_of(word + 4, kDigits - 1 - digit) ^ 0x80808080u);
     return sum;
   }
 
