@@ -224,8 +224,8 @@ def test_queries_that_are_not_finite(fmt: str, d: int, value: float) -> None:
 
 @pytest.mark.parametrize("scale", some([1e-42, 1e33, math.inf, 1e-30, -math.inf, math.nan], 2))
 def test_scales_of_any_size(scale: float) -> None:
-    """Of one row of a document; the others keep their scores. What is not finite counts as NaN, also
-    where it would make a product the least."""
+    """Of one row of a document; the others keep their scores. What is not finite counts as NaN,
+    also where it would make a product the least."""
     rows = [np.clip(np.abs(numbers("int8", n, 64, seed=n)), 0, 100) for n in (35, 2, 1)]
     records = stored(rows, "int8", 0.01)
     place = int(records.offset_bytes[0]) + 33 * 68
