@@ -45,7 +45,8 @@ def attention(
 def maxsim(
     fmt: str, d: int, n_query_tokens: int, magnitude: torch.Tensor, peaks: torch.Tensor
 ) -> torch.Tensor:
-    """The bound for scores.
+    """The bound for scores; of int8 and bit1 rows that of products in parts, which is the wider one
+    for embeddings.
 
     Args:
         magnitude: MaxSim of the absolute values.

@@ -4,36 +4,29 @@
 // fp16, bf16, int8 (an fp32 scale, then codes) or bit1 (signs). Documents begin at multiples of 16
 // bytes; the query lies at one, too. maxsim.cuh says what is computed, and how warps share it.
 //
-// Nothing waits for another warp. Infinities that meet zeros in a part turn into NaN there, and a
-// product may be too large until a factor makes it less: where a document's score is not finite it
-// is made once more, by plain multiply-adds.
+// Rows of 16 bits are multiplied as they are by parts of the query, small products first. int8 and
+// bit1 rows are multiplied in whole numbers: codes as they lie in memory, signs as 0 and 1, by
+// digits of the query (digits.cuh). Those sums are exact.
+//
+// Nothing waits for another warp. Infinities that meet zeros in a part turn into NaN there, digits
+// hold none, so that a token that has one makes scores NaN, and a product may be too large until a
+// factor makes it less: where a document's score is not finite it is made once more, by plain
+// multiply-adds.
+#include <type_traits>
+
+#include "digits.cuh"
 #include "maxsim.cuh"
 
 namespace {
 
-// The first and the third of a word's four int8 in fp16, by their bits: 1024 + n is 0x6400 + n, and
-// 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
-__device__ __forceinline__ uint32_t codes_of(uint32_t word) {
-  uint32_t both;
-  asm("{ .reg .b32 %%code<1>; mov.b32 %%code0, 0x64806480;"
-      " lop3.b32 %0, %1, 0x00ff00ff, %%code0, 0x6a; sub.f16x2 %0, %0, %%code0; }"
-      : "=r"(both)
-      : "r"(word));
-  return both;
-}
-
-// The signs of a word's bits 15 - i and 31 - i in fp16; a 0 is -1.
-__device__ __forceinline__ uint32_t signs_of(uint32_t word, int i) {
-  return ((word << i) & 0x80008000u) ^ 0xBC00BC00u;
-}
-
 // How rows of kWidth values lie in a stage of a ring, which takes kTiles tiles of 16 of them.
 template <Format kFormat, int kWidth, int kTiles>
 struct Shape {
+  static constexpr bool kWhole = kFormat == kInt8 || kFormat == kBit1;  // multiplied as such
   static constexpr int kParts = kFormat == kBf16 ? 3 : 2;
-  static constexpr int kSteps = kWidth / 16;
+  static constexpr int kSteps = kWidth / (kWhole ? 32 : 16);
   static constexpr int kRows = 16 * kTiles;
-  static constexpr bool kFlat = kFormat == kInt8 || kFormat == kBit1;  // bytes as they come
+  static constexpr bool kFlat = kWhole;  // bytes as they come
   static constexpr int kRowBytes = kFormat == kInt8   ? 4 + kWidth
                                    : kFormat == kBit1 ? kWidth / 8
                                                       : 2 * kWidth;
@@ -42,8 +35,10 @@ struct Shape {
   // eight rows' pieces are in different banks.
   static constexpr int kPitch = kFlat ? kRowBytes : (kRowCopies + 7) / 8 * 128;
   static constexpr int kStageBytes = (kRows * kPitch + 15) / 16 * 16;
-  static constexpr int kShared = kParts - kHeld;
+  static constexpr int kShared = kWhole ? 0 : kParts - kHeld;
   static_assert(kFormat != kBit1 || kWidth == 128);
+  static constexpr int kTogether = kFormat == kInt8 ? 2 : 1;  // tiles whose rows alternate
+  static_assert(kTiles % kTogether == 0);
 };
 
 // One document's score by plain multiply-adds: a query token a lane, a row after another.
@@ -80,58 +75,77 @@ __device__ __forceinline__ float score_with_care(const Arguments& a, const float
   return largest;
 }
 
-// The rows of a stage that a lane has as left operands: row lane / 4 of a tile, and eight further.
+// The rows of a stage that a lane has as left operands: two of each tile.
 template <typename S, Format kFormat>
 struct Rows {
   uint32_t stage;
   int lane;
-  uint32_t word[2];  // bit1
+
+  // Row lane / 4 of a tile and the one eight further; of int8 every fourth one of 32 rows, so that
+  // words of the eight that are loaded at once, each with its scale, are in different banks.
+  __device__ __forceinline__ int number(int tile, int half) const {
+    if constexpr (kFormat == kInt8) return tile / 2 * 32 + lane / 4 * 4 + tile % 2 * 2 + half;
+    return tile * 16 + half * 8 + lane / 4;
+  }
 
   __device__ __forceinline__ uint32_t row(int tile, int half) const {
-    return stage + (tile * 16 + half * 8 + lane / 4) * S::kPitch;
+    return stage + number(tile, half) * S::kPitch;
   }
 
-  __device__ __forceinline__ void begin(int tile) {
-    if constexpr (kFormat == kBit1)
-      for (int half = 0; half < 2; ++half) word[half] = load_word(row(tile, half) + lane % 4 * 4);
-  }
-
-  __device__ __forceinline__ void values(uint32_t* left, int tile, int step) const {
+  __device__ __forceinline__ void values(uint32_t (*left)[4], int tile) const {
     if constexpr (kFormat == kInt8) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t codes = load_word(row(tile, half) + 4 + 4 * (lane % 4 * S::kSteps + step));
-        left[half] = codes_of(codes), left[2 + half] = codes_of(codes >> 8);
-      }
+      for (int i = 0; i < S::kSteps * 4; ++i)
+        left[i / 4][i % 4] = load_word(row(tile, i % 2) + 4 + 4 * (i / 2 * 4 + lane % 4));
     } else if constexpr (kFormat == kBit1) {
+      // Of each byte of a word the same bit: of 32 values one in eight.
 #pragma unroll
-      for (int i = 0; i < 4; ++i) left[i] = signs_of(word[i % 2], 2 * step + i / 2);
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t word = load_word(row(tile, half) + lane % 4 * 4);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) left[i / 2][i % 2 * 2 + half] = (word >> i) & 0x01010101u;
+      }
     } else {
-      const int at = tile * 16 + (lane & 15), piece = step * 2 + (lane >> 4);
-      load_matrices(left, stage + at * S::kPitch + (piece ^ (at & 7)) * 16);
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step) {
+        const int at = tile * 16 + (lane & 15), piece = step * 2 + (lane >> 4);
+        load_matrices(left[step], stage + at * S::kPitch + (piece ^ (at & 7)) * 16);
+      }
     }
   }
 
-  // What a row's products are to be multiplied by; 1 where there is no row.
-  __device__ __forceinline__ float scale(int tile, int half, int rows) const {
-    if (kFormat != kInt8 || tile * 16 + half * 8 + lane / 4 >= rows) return 1.0f;
+  // What a row's products are to be multiplied by.
+  __device__ __forceinline__ float scale(int tile, int half) const {
+    if (kFormat != kInt8) return 1.0f;
     const float stored = __uint_as_float(load_word(row(tile, half)));
     return stored * 0.0f + stored;  // one that is not finite counts as NaN
   }
 };
 
-// Products of a stage that holds whole rows.
-template <typename S, Format kFormat, int kTiles, typename Q>
-__device__ __forceinline__ void multiply_rows(Best& best, Rows<S, kFormat>& rows, const Q& query,
-                                              int n_rows) {
-#pragma unroll(kFormat == kBit1 ? 1 : kTiles)
-  for (int tile = 0; tile < kTiles; ++tile) {
-    if (kFormat == kBit1 && tile * 16 >= n_rows) break;
-    float product[kPieces][4] = {};
-    rows.begin(tile);
-    uint32_t left[S::kSteps][4];
+// A tile's products with all tokens; of what is multiplied in whole numbers, in steps of the
+// query's last digit.
+template <typename S, Format kFormat, typename Q>
+__device__ __forceinline__ void products(float (*product)[4], const uint32_t (*left)[4],
+                                         const Q& query) {
+  if constexpr (S::kWhole) {
+    int sum[kDigits][kPieces][4];
 #pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) rows.values(left[step], tile, step);
+    for (int i = 0; i < kDigits * kPieces * 4; ++i)
+      sum[i / (kPieces * 4)][i / 4 % kPieces][i % 4] = kFirst[i / (kPieces * 4)];
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step)
+#pragma unroll
+      for (int digit = 0; digit < kDigits; ++digit)
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece)
+          multiply(sum[digit][piece], left[step], query.digit(digit, step, piece));
+#pragma unroll
+    for (int i = 0; i < kPieces * 4; ++i)
+      product[i / 4][i % 4] =
+          number_of(sum[0][i / 4][i % 4], sum[1][i / 4][i % 4], sum[2][i / 4][i % 4]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPieces * 4; ++i) product[i / 4][i % 4] = 0.0f;
     // What is added to a large sum is rounded as it is: small products first.
 #pragma unroll
     for (int part = S::kParts - 1; part >= 0; --part)
@@ -140,8 +154,28 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S, kFormat>& rows
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
           multiply<kFormat == kBf16>(product[piece], left[step], query.part(part, step, piece));
-    if (n_rows < S::kRows) best.mask(product, tile, n_rows);
-    const float scale[2] = {rows.scale(tile, 0, n_rows), rows.scale(tile, 1, n_rows)};
+  }
+}
+
+// Products of a stage that holds whole rows.
+template <typename S, Format kFormat, int kTiles, typename Q>
+__device__ __forceinline__ void multiply_rows(Best& best, const Rows<S, kFormat>& rows,
+                                              const Q& query, int n_rows) {
+#pragma unroll(kFormat == kBit1 ? 1 : kTiles)
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (S::kWhole && tile && tile % S::kTogether == 0 && tile * 16 >= n_rows) break;
+    uint32_t left[S::kSteps][4];
+    rows.values(left, tile);
+    float product[kPieces][4];
+    products<S, kFormat>(product, left, query);
+    float scale[2] = {rows.scale(tile, 0), rows.scale(tile, 1)};
+    if (n_rows < S::kRows) {
+      const int number[2] = {rows.number(tile, 0), rows.number(tile, 1)};
+      best.mask(product, number[0], number[1], n_rows);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (number[half] >= n_rows) scale[half] = 1.0f;
+    }
     best.take(product, scale);
   }
 }
@@ -165,9 +199,13 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) stream.produce(stage);
 
-  Query<S, kFormat, kWidth> query;
-  query.lane = lane, query.shared = reinterpret_cast<uint2*>(all_meta + n_warps * kStages);
-  query.prepare(values, a.n_query, warp, n_warps);
+  std::conditional_t<S::kWhole, Digits<kFormat, kWidth>, Query<S, kFormat, kWidth>> query;
+  if constexpr (S::kWhole) {
+    query.prepare(values, a.n_query, lane);
+  } else {
+    query.lane = lane, query.shared = reinterpret_cast<uint2*>(all_meta + n_warps * kStages);
+    query.prepare(values, a.n_query, warp, n_warps);
+  }
   if (S::kShared) __syncthreads();
 
   Best best{lane};
@@ -179,7 +217,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
     const int4 what = meta[stage];
     if (what.x < 0) break;
     stream.produce(stage == 0 ? kStages - 1 : stage - 1);
-    Rows<S, kFormat> rows{ring + stage * S::kStageBytes, lane};
+    const Rows<S, kFormat> rows{ring + stage * S::kStageBytes, lane};
     multiply_rows<S, kFormat, kTiles>(best, rows, query, what.y);
     if (what.z) {
       float sum = best.score(query, a.n_query);
@@ -209,7 +247,7 @@ MAXSIM(fp16_128, kFp16, 128, 1, 4)
 MAXSIM(bf16_64, kBf16, 64, 1, 6)
 MAXSIM(bf16_96, kBf16, 96, 1, 4)
 MAXSIM(bf16_128, kBf16, 128, 1, 4)
-MAXSIM(int8_64, kInt8, 64, 2, 6)
+MAXSIM(int8_64, kInt8, 64, 4, 4)
 MAXSIM(int8_96, kInt8, 96, 2, 5)
 MAXSIM(int8_128, kInt8, 128, 2, 4)
 MAXSIM(bit1_128, kBit1, 128, 4, 4)

@@ -5,9 +5,7 @@
 //
 // Each warp works by itself: it claims one document after another by a counter, and copies tiles of
 // rows into a ring of its own in shared memory, asynchronously and across the ends of documents, so
-// that as many bytes are under way at a document's end as in its midst. The query is in the parts
-// that tensor cores take, two of fp16 or three of bf16, which add up to it; two stay in registers,
-// the third in shared memory. Small products are summed first. A maximum keeps NaNs.
+// that as many bytes are under way at a document's end as in its midst. A maximum keeps NaNs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -187,18 +185,12 @@ __device__ __forceinline__ void query_values(const float* query, int n_query, in
     return;
   }
   const float* const at = query + token * kWidth;
-  if constexpr (kFormat == kInt8) {
-    const float4 q = *reinterpret_cast<const float4*>(at + 4 * (t * (kWidth / 16) + step));
-    v[0] = q.x, v[1] = q.z, v[2] = q.y, v[3] = q.w;
-  } else if constexpr (kFormat == kFp32) {
+  if constexpr (kFormat == kFp32) {
     const float4 q = *reinterpret_cast<const float4*>(at + 4 * (step / 2 * 8 + 2 * t + step % 2));
     v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
   } else if constexpr (kFormat == kResidual) {
     const float4 q = *reinterpret_cast<const float4*>(at + 4 * (t * (kWidth / 16) + step));
     v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
-  } else if constexpr (kFormat == kBit1) {
-    const float* const word = at + 32 * t - 2 * step;
-    v[0] = word[15], v[1] = word[31], v[2] = word[14], v[3] = word[30];
   } else {
     const float2 low = *reinterpret_cast<const float2*>(at + step * 16 + 2 * t);
     const float2 high = *reinterpret_cast<const float2*>(at + step * 16 + 8 + 2 * t);
@@ -206,8 +198,14 @@ __device__ __forceinline__ void query_values(const float* query, int n_query, in
   }
 }
 
+// The one token whose maximum a lane has in the end.
+__device__ __forceinline__ int token_in_the_end(int lane) {
+  return (lane >> 3) * 8 + 2 * (lane % 4) + ((lane >> 2) & 1);
+}
+
 // A lane's own share of the query: what it multiplies with, and what is to be done with the maximum
-// of the one token that it has in the end.
+// of the one token that it has in the end. It is in the parts that tensor cores take, two of fp16
+// or three of bf16, which add up to it; two stay in registers, the third in shared memory.
 template <typename S, Format kFormat, int kWidth>
 struct Query {
   uint2 held[kHeld][S::kSteps][kPieces];
@@ -218,7 +216,7 @@ struct Query {
   // Its parts; in shared memory each warp makes some of them.
   __device__ __forceinline__ void prepare(const float* query, int n_query, int warp, int n_warps) {
     const int own_piece = lane >> 3;
-    token = own_piece * 8 + 2 * (lane % 4) + ((lane >> 2) & 1);
+    token = token_in_the_end(lane);
     factor = 1.0f;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -236,8 +234,7 @@ struct Query {
         peak = fmaxf(peak, __shfl_xor_sync(kAll, peak, 2));
         const uint32_t exponent = min(max(__float_as_uint(peak) >> 23, 1u), 253u);
         down = __uint_as_float((254u - exponent) << 23);
-        float up = __uint_as_float(exponent << 23) * (1.0f / kLift);
-        if (kFormat == kBit1) up *= 0.08838834764831845f;  // 128^-1/2
+        const float up = __uint_as_float(exponent << 23) * (1.0f / kLift);
         // Lanes of the same lane / 4 have the same token here.
         const float of_own = __shfl_sync(kAll, up, token % 8 * 4);
         if (piece == own_piece) factor = of_own;
@@ -273,6 +270,8 @@ struct Query {
     if (part < kHeld) return held[part < kHeld ? part : 0][step][piece];
     return *place(part, step, piece);
   }
+
+  __device__ __forceinline__ float product_of(float largest) const { return largest * factor; }
 };
 
 // The largest products of a document's rows so far that a lane has: with tokens 8 * piece +
@@ -286,17 +285,19 @@ struct Best {
     for (int i = 0; i < kPieces * 2; ++i) largest[i / 2][i % 2] = -INFINITY;
   }
 
-  // Products of a tile with rows that are not there can never be the largest.
-  __device__ __forceinline__ void mask(float (*product)[4], int tile, int n_rows) const {
+  // Products with rows that are not there can never be the largest. `first` and `second`: the two
+  // rows of the tile that a lane has.
+  __device__ __forceinline__ void mask(float (*product)[4], int first, int second,
+                                       int n_rows) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (tile * 16 + i / 2 * 8 + lane / 4 < n_rows) continue;
+      if ((i < 2 ? first : second) < n_rows) continue;
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) product[piece][i] = -INFINITY;
     }
   }
 
-  // `scale`: of row lane / 4 of the tile, and of the one eight further.
+  // `scale`: of these two rows.
   __device__ __forceinline__ void take(float (*product)[4], const float* scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -330,7 +331,7 @@ struct Best {
     const bool keeps_second = lane & 4;
     float sum = max_nan(keeps_second ? two[1] : two[0],
                         __shfl_xor_sync(kAll, keeps_second ? two[0] : two[1], 4));
-    sum = query.token < n_query ? sum * query.factor : 0.0f;
+    sum = query.token < n_query ? query.product_of(sum) : 0.0f;
 #pragma unroll
     for (int by = kWarp / 2; by; by /= 2) sum += __shfl_xor_sync(kAll, sum, by);
     return sum;

@@ -304,7 +304,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, Rows<S>& rows, uint32_
   }
 #pragma unroll
   for (int i = 0; i < kPieces * 4; ++i) product[0][i / 4][i % 4] += product[1][i / 4][i % 4];
-  if (n_rows < S::kRows) best.mask(product[0], 0, n_rows);
+  if (n_rows < S::kRows) best.mask(product[0], rows.lane / 4, rows.lane / 4 + 8, n_rows);
   const float scale[2] = {rows.inverse_length(0, n_rows, book, most, largest),
                           rows.inverse_length(1, n_rows, book, most, largest)};
   best.take(product[0], scale);

@@ -35,8 +35,8 @@ _OF = {word: name for name, words in CLASSES.items() for word in words}
 
 
 def mma_flop(opcode: str) -> tuple[int, int]:
-    """FLOP of one warp's instruction, as if in fp16 (TF32 takes twice the time): by ``mma.sync``,
-    and by ``wgmma``, which is four warps' work."""
+    """FLOP of one warp's instruction, as if in fp16 (TF32 takes twice the time, int8 half of it):
+    by ``mma.sync``, and by ``wgmma``, which is four warps' work."""
     if found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.(.*)", opcode):
         m, n, k = (int(each) for each in found.groups()[:3])
         return 0, 2 * m * n * k // 4 * (2 if "TF32" in found[4] else 1)
@@ -46,6 +46,8 @@ def mma_flop(opcode: str) -> tuple[int, int]:
         return 2 * 16 * 8 * 8 * (2 if "TF32" in opcode else 1), 0
     if opcode.startswith("HMMA.1684"):
         return 2 * 16 * 8 * 4 * (2 if "TF32" in opcode else 1), 0
+    if opcode.startswith("IMMA.16832.S8.S8"):
+        return 2 * 16 * 8 * 32 // 2, 0
     if opcode.split(".")[0] in CLASSES["tensor"]:
         raise ValueError(f"{opcode} on tensor cores")
     return 0, 0

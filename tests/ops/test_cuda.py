@@ -24,7 +24,7 @@ from espnx.ops.maxsim import by_warps
 from espnx.ops.maxsim.cuda import maxsim_cuda, maxsim_triton
 from tests.ops.cut_off import lost_rows
 from tests.ops.records import integers, normals, scatter
-from tests.ops.tolerances import assert_scores_close, gamma, maxsim_bound
+from tests.ops.tolerances import WHOLE_FORMATS, assert_scores_close, gamma, maxsim_bound
 
 pytestmark = pytest.mark.gpu
 COUNTS = (0, 1, 63, 300, 64, 2)
@@ -79,7 +79,32 @@ def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) 
         codebook=where,
     )
     expected = maxsim_reference(query, *records.args, codebook=codebook)
-    assert_scores_close(scores.cpu(), expected, maxsim_bound(query, records, tensor_cores=True))
+    by_digits = fmt in WHOLE_FORMATS and (fmt, d) in by_warps.RINGS and n_query_tokens <= 32
+    bound = maxsim_bound(query, records, tensor_cores=True, by_digits=by_digits)
+    assert_scores_close(scores.cpu(), expected, bound)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "d"), [each for each in by_warps.RINGS if each[0] in WHOLE_FORMATS]
+)
+def test_rows_that_are_multiplied_in_whole_numbers(fmt: str, d: int) -> None:
+    """Many documents, one query and several; tokens of zeros, of values far below their largest, of
+    the least and the largest ones; a power of two changes no bit."""
+    lengths = (torch.arange(2500) * 37 % 73).tolist()
+    records = scatter([normals(n, d, seed=n) for n in lengths], fmt, align_bytes=16)
+    there = (records.buffer.cuda(), records.offset_bytes.cuda(), records.n_tokens.cuda(), fmt)
+    queries = normals(3, 32, d, seed=99)
+    queries[1] *= torch.tensor([1.0, 0.0, 1e-30, 1e9])[:, None].repeat(8, 1)
+    queries[2, :, 1:] *= 1e-5
+    found = maxsim(queries.cuda(), *there).cpu()
+    for query, scores in zip(queries, found, strict=True):
+        assert torch.equal(maxsim(query.cuda(), *there).cpu(), scores)
+        expected = maxsim_reference(query, *records.args)
+        bound = maxsim_bound(query, records, tensor_cores=True, by_digits=True)
+        assert_scores_close(scores, expected, bound)
+    for exponent in (-90, 90):
+        scaled = maxsim((queries[0] * 2.0**exponent).cuda(), *there).cpu()
+        assert torch.equal(scaled, found[0] * 2.0**exponent)
 
 
 def test_maxsim_beyond_4_gib() -> None:

@@ -42,6 +42,15 @@ Factors are powers of two. Where fp16's least step loses more than ``2^-21`` of 
 document is made once more in fp32: 8 u. Together ``2.125 n + 20``, and as many to sum maxima as Lq
 - 1, five at most: less than ``d + Lq``, 54 of 65 at d 64 and 88 of 97 at d 96 for one token.
 
+int8 and bit1 rows by digits on tensor cores (csrc/cuda). A query value is rounded to a multiple of
+its token's step, which is ``2^-22`` of the power of two below its largest value, or twice that if
+that is within ``2^-6`` of the next: off by ``1.008 * 2^-23`` of the largest value, whatever its own
+size. Products of digits with codes, or with bits, are summed exactly, and two roundings make a
+number of the three sums. Then come those of its product with the row's scale and of the sum over
+tokens; of bit1 the former two count twice, as the sum of the values whose bits are 1 is taken
+twice, and further ones are those of all values' sum, of the difference, of ``128^-1/2`` and of the
+product with it. ``Lq + 7`` at most, and one for what they round being off already.
+
 Residual rows by warps on tensor cores (csrc/cuda) are allowed 4 roundings more than in fp32,
 ``gamma(1.5 d + Lq + 8)`` of B with ``u = 2^-24``. A value is the same fp32 sum as elsewhere. It and
 the query's go in two fp16 parts, each off by ``2^-22`` of itself, and products of two second parts,
@@ -71,6 +80,7 @@ from espnx.ops.maxsim import token_format
 from tests.ops.records import Records
 
 SPLIT_FORMATS = ("fp16", "int8", "bit1")
+WHOLE_FORMATS = ("int8", "bit1")  # of which csrc/cuda multiplies rows by digits of a query
 
 
 def gamma(n: float, unit_roundoff: float) -> float:
@@ -91,6 +101,7 @@ def maxsim_bound(
     records: Records,
     *,
     tensor_cores: bool = False,
+    by_digits: bool = False,
     cpu_level: str = "portable",
 ) -> torch.Tensor:
     """The largest difference allowed between the op and `maxsim_reference` for each score. Finite
@@ -101,7 +112,10 @@ def maxsim_bound(
     peaks = _maxsim_of_magnitudes(query.abs().amax(dim=-1, keepdim=True).expand_as(query), records)
     roundings = d + n_query_tokens + value_roundings(fmt, d)
     bound = 2 * gamma(roundings, 2.0**-24) * magnitude
-    if tensor_cores and fmt in SPLIT_FORMATS:
+    if tensor_cores and by_digits:
+        rounded = gamma(n_query_tokens + 8, 2.0**-24) + gamma(roundings, 2.0**-24)
+        bound = rounded * magnitude + 1.008 * 2.0**-23 * peaks
+    elif tensor_cores and fmt in SPLIT_FORMATS:
         truncated = gamma(roundings + 1, 2.0**-23) + gamma(roundings, 2.0**-24)
         bound = (truncated + 2.0**-22) * magnitude + 2.0**-36 * peaks
     elif tensor_cores and fmt == "bf16":

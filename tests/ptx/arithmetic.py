@@ -7,6 +7,7 @@ multiply-add rounds a sum in fp64 once more to fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -360,8 +361,8 @@ def convert(instruction: Instruction, slots: Slots) -> Step:
         return _apply(instruction, slots, ["f32", "f32"], _bf16_halves)
     if rounding == ["rn"] and (to, of) == ("bf16", "f32"):
         return _apply(instruction, slots, ["f32"], lambda value: _bf16(value).astype(np.uint16))
-    if rounding == ["rzi"] and (to, of) == ("s32", "f32"):
-        return _apply(instruction, slots, ["f32"], _truncated)
+    if rounding in (["rzi"], ["rni"]) and (to, of) == ("s32", "f32"):
+        return _apply(instruction, slots, ["f32"], partial(_whole, rounding[0]))
     rounds = to[0] == "f" and (of[0] != "f" or bits_of(to) < bits_of(of))
     if rounding != (["rn"] if rounds else []) or (to[0] != "f" and of[0] == "f"):
         raise Unknown(instruction.opcode)
@@ -369,9 +370,11 @@ def convert(instruction: Instruction, slots: Slots) -> Step:
     return _apply(instruction, slots, [of], lambda value: value.astype(dtype))
 
 
-def _truncated(value: np.ndarray) -> np.ndarray:
-    """Towards zero, to the nearest integer that there is; of a NaN 0."""
-    whole = np.nan_to_num(np.trunc(value.astype(np.float64)), nan=0.0)
+def _whole(rounding: str, value: np.ndarray) -> np.ndarray:
+    """Towards zero, or to the nearest with ties to even, and to the nearest that there is; of a NaN
+    0."""
+    towards = np.trunc if rounding == "rzi" else np.rint
+    whole = np.nan_to_num(towards(value.astype(np.float64)), nan=0.0)
     return np.clip(whole, -(2.0**31), 2.0**31 - 1).astype(np.int32)
 
 

@@ -3,7 +3,7 @@
 With ``group = lane / 4`` and ``quad = lane % 4``, a thread holds of A, in 32-bit register i, row
 ``group + 8 (i % 2)``, of B column ``group``, of C and D row ``group + 8 (i / 2)`` and column ``2
 quad + i % 2``. Products of fp16, bf16 and tf32 values are summed in fp32; of a tf32 operand the
-lowest 13 bits count for nothing.
+lowest 13 bits count for nothing. Products of int8 values are summed in 32 bits, exactly, and wrap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.ptx.shared_memory import WARP
 LANE = np.arange(WARP)
 GROUP, QUAD = LANE // 4, LANE % 4
 TF32 = np.uint32(0xFFFFE000)
-HALVES = {"f16": 2, "bf16": 2, "tf32": 1}  # how many numbers a register holds
+HALVES = {"f16": 2, "bf16": 2, "tf32": 1, "s8": 4}  # how many numbers a register holds
 PART_BYTES = 16  # a row of an 8 x 8 matrix of 16 bits
 #: Whether tensor cores cut off each addend behind the last bit of the largest, as V100's do (Fasi
 #: et al., below), which loses the most that any do, or the exact sum alone.
@@ -60,12 +60,14 @@ def _c_places(columns: int) -> np.ndarray:
     return rows * columns + 8 * (i // 4) + 2 * QUAD[:, None] + i % 2
 
 
-A_OF = {halves: _inverse(_a_places(halves)) for halves in (1, 2)}
-B_OF = {halves: _inverse(_b_places(halves)) for halves in (1, 2)}
+A_OF = {halves: _inverse(_a_places(halves)) for halves in (1, 2, 4)}
+B_OF = {halves: _inverse(_b_places(halves)) for halves in (1, 2, 4)}
 
 
 def _as_fp32(bits: np.ndarray, kind: str) -> np.ndarray:
-    """What 32 bits hold: a tf32 number, or two of 16 bits."""
+    """What 32 bits hold: a tf32 number, two of 16 bits, or four whole numbers of 8 bits."""
+    if kind == "s8":
+        return bits.view(np.int8).astype(np.float32)
     if kind == "tf32":
         return (bits & TF32).view(np.float32)
     if kind == "f16":
@@ -98,6 +100,7 @@ def product(instruction: Instruction, slots: Slots) -> Step:
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "f16",
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "bf16",
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32": "tf32",
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": "s8",
     }
     if instruction.opcode not in kinds:
         raise Unknown(instruction.opcode)
@@ -109,6 +112,7 @@ def product(instruction: Instruction, slots: Slots) -> Step:
     targets = _targets(d, slots)
     places = _c_places(8)
     c_of = _inverse(places)
+    summed = np.int32 if kind == "s8" else np.float32
 
     def step(block: Block) -> None:
         block.check_whole_warps()
@@ -118,17 +122,20 @@ def product(instruction: Instruction, slots: Slots) -> Step:
 
         left = _values([given(each) for each in a], kind)[:, A_OF[halves]]
         right = _values([given(each) for each in b], kind)[:, B_OF[halves]]
-        added = np.stack([given(each) for each in c], axis=1).view(np.float32)
+        added = np.stack([given(each) for each in c], axis=1).view(summed)
         left = left.astype(np.float64).reshape(-1, 16, depth)
         right = right.reshape(-1, depth, 8)
         added = added.reshape(-1, 128)[:, c_of].reshape(-1, 16, 8)
-        whole = sum_of_cut(left, right, added) if CUTS_ADDENDS else left @ right + added
-        _spread(block, targets, _cut_off(whole.reshape(-1, 128)[:, places]))
+        is_cut = CUTS_ADDENDS and kind != "s8"
+        whole = sum_of_cut(left, right, added) if is_cut else left @ right + added
+        found = whole.reshape(-1, 128)[:, places]
+        _spread(block, targets, _wrapped(found) if kind == "s8" else _cut_off(found))
 
     return step
 
 
 def sum_of_cut(left: np.ndarray, right: np.ndarray, added: np.ndarray) -> np.ndarray:
+    """Products and what they are added to, as `CUTS_ADDENDS` says."""
     products = left[..., None] * right[:, None]
     addends = np.concatenate([products, added[:, :, None]], axis=2)
     last_bit = np.ldexp(1.0, np.frexp(np.abs(addends).max(axis=2, keepdims=True))[1] - 24)
@@ -143,6 +150,11 @@ def _cut_off(whole: np.ndarray) -> np.ndarray:
         is_above = np.abs(found) > np.abs(whole)
     found[is_above] = np.nextafter(found[is_above], np.float32(0))
     return found
+
+
+def _wrapped(whole: np.ndarray) -> np.ndarray:
+    """Whole numbers of fp64, which has them all, to 32 bits."""
+    return (whole.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
 
 
 def _spread(block: Block, targets: list[int], whole: np.ndarray) -> None:

@@ -136,16 +136,16 @@ def sums_by_warps() -> None:
     assert torch.equal(crc32c_cuda(buffer, offsets, sizes, 7), expected)
 
 
-def scores_by_warps(fmt: str) -> None:
+def scores_by_warps(fmt: str, d: int = 64) -> None:
     """Documents one after another in the same ring, of which each has another last tile; one is
     empty, one is made with care, and the last ends where the buffer does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_warps, "WARPS", 2)
         patch.setattr(by_warps, "_MULTIPROCESSORS", 1)
-        documents = [integers(n, 64, seed=n) for n in (1, 0, 33, 2, 1, 1, 50)]
+        documents = [integers(n, d, seed=n) for n in (1, 0, 33, 2, 1, 1, 50)]
         records = scatter(documents, fmt, align_bytes=16, seed=4)
         assert records.offset_bytes.argmax() == 6
-        query = integers(5, 64, seed=9)
+        query = integers(5, d, seed=9)
         codebook = records.codebook
         expected = maxsim_reference(query, *records.args, codebook=codebook)
         if fmt == "bf16":
@@ -207,6 +207,7 @@ DEVICE_PROGRAMS: dict[str, Callable[[], None]] = {
     "crc32c by warps": sums_by_warps,
     "maxsim bf16 by warps": lambda: scores_by_warps("bf16"),
     "maxsim int8 by warps": lambda: scores_by_warps("int8"),
+    "maxsim bit1 by warps": lambda: scores_by_warps("bit1", 128),
     "maxsim residual2 by warps": lambda: scores_by_warps("residual2"),
     "maxsim fp32 by warps": lambda: scores_by_warps("fp32"),
     "attention by slices": attends_by_slices,
@@ -219,6 +220,7 @@ DEVICE_CODE = {
     "crc32c by warps": ("crc32c", "", 1),
     "maxsim bf16 by warps": ("maxsim", "espnx_maxsim_bf16_64", 3),
     "maxsim int8 by warps": ("maxsim", "espnx_maxsim_int8_64", 2),
+    "maxsim bit1 by warps": ("maxsim", "espnx_maxsim_bit1_128", 2),
     "maxsim residual2 by warps": ("maxsim_residual", "espnx_maxsim_residual2_64", 4),
     "maxsim fp32 by warps": ("maxsim_fp32", "espnx_maxsim_fp32_64", 2),
     "attention by slices": ("attention", "espnx_attention_fp16_8_64", 17),
@@ -293,7 +295,7 @@ def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(each, marks=[pytest.mark.sweep] if "int8" in each else [])
+        pytest.param(each, marks=[pytest.mark.sweep] if "int8" in each or "bit1" in each else [])
         for each in DEVICE_PROGRAMS
     ],
 )

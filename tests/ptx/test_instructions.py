@@ -46,8 +46,8 @@ BODY
 
 
 def run(body: str, words: Sequence[int] | np.ndarray = ()) -> np.ndarray:
-    """What each thread gives, uint32."""
-    given = np.zeros(N, dtype=np.uint32)
+    """What each thread gives, uint32; it may load further words of its own."""
+    given = np.zeros(max(N, len(words)), dtype=np.uint32)
     given[: len(words)] = words
     made = np.zeros(N, dtype=np.uint32)
     memory = GlobalMemory()
@@ -93,6 +93,8 @@ def bits(*values: float) -> np.ndarray:
         ("cvt.rna.tf32.f32 %r9, %r5;", 0x3F800FFF, 0x3F800000),
         ("cvt.rzi.s32.f32 %r9, %r5;", 0xC0200000, 0xFFFFFFFE),  # -2.5
         ("cvt.rzi.s32.f32 %r9, %r5;", 0x7FC00000, 0),
+        ("cvt.rni.s32.f32 %r9, %r5;", 0xC0200000, 0xFFFFFFFE),  # -2.5, to even
+        ("cvt.rni.s32.f32 %r9, %r5;", 0x40700000, 4),  # 3.75
         ("cvt.rn.bf16x2.f32 %r9, %r5, 0f3F800000;", 0x3F808000, 0x3F803F80),  # a tie, to even
         ("add.f16x2 %r9, %r5, %r5;", 0x3C004000, 0x40004400),
         ("add.s16x2 %r9, %r5, %r5;", 0x7FFF8001, 0xFFFE0002),
@@ -198,6 +200,45 @@ def test_a_product_of_fp16() -> None:
         found = run("\n".join([*body, zeros, product, f"mov.b32 %r9, %r{50 + i};"]))
         rows, columns = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
         assert (found.view(np.float32) == rows + 16 * (2 * columns + 1)).all()
+
+
+WHOLE_PRODUCT = (
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r50, %r51, %r52, %r53}, "
+    "{%r20, %r21, %r22, %r23}, {%r30, %r31}, {%r40, %r40, %r40, %r40};"
+)
+
+
+def test_products_of_int8_are_whole_numbers() -> None:
+    """A[row, k] = row - 8 where k = 5 row % 32, else 0; B[k, column] = 16 column - 100 + k. As
+    NVIDIA describes the operands: four values of a row, or of a column, in a register."""
+    lane = np.arange(N) % 32
+    group, quad = lane // 4, lane % 4
+    words = []
+    for i in range(4):
+        row, first = group + 8 * (i % 2), 4 * quad + 16 * (i // 2)
+        each = [np.where(first + j == 5 * row % 32, row - 8, 0) & 0xFF for j in range(4)]
+        words.append(sum(value << 8 * j for j, value in enumerate(each)))
+    for i in range(2):
+        each = [(16 * group - 100 + 4 * quad + 16 * i + j) & 0xFF for j in range(4)]
+        words.append(sum(value << 8 * j for j, value in enumerate(each)))
+    loads = [
+        f"ld.global.b32 {{ %r{register} }}, [ %rd4 + {4 * N * number} ];"
+        for number, register in enumerate((20, 21, 22, 23, 30, 31))
+    ]
+    for added in (3, 2**31 - 1):  # which wraps
+        for i in range(4):
+            body = [*loads, f"mov.b32 %r40, {added};", WHOLE_PRODUCT, f"mov.b32 %r9, %r{50 + i};"]
+            found = run("\n".join(body), np.concatenate(words))
+            row, column = group + 8 * (i // 2), 2 * quad + i % 2
+            expected = (row - 8) * (16 * column - 100 + 5 * row % 32) + added
+            assert (found == (expected & 0xFFFFFFFF)).all()
+
+
+def test_products_of_int8_that_saturate_are_not_known() -> None:
+    body = WHOLE_PRODUCT.replace(".s8.s32 ", ".s8.s32.satfinite ")
+    zeros = "\n".join(f"mov.b32 %r{i}, 0;" for i in (20, 21, 22, 23, 30, 31, 40))
+    assert fault(f"{zeros}\n{body}\nmov.b32 %r9, %r50;") == "unknown"
+    assert (run(f"{zeros}\n{WHOLE_PRODUCT}\nmov.b32 %r9, %r50;") == 0).all()
 
 
 def test_tf32_operands_lose_13_bits() -> None:

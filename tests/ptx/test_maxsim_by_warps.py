@@ -21,7 +21,7 @@ from espnx.ops.maxsim.by_warps import RINGS
 from espnx.ops.maxsim.checks import RecordsFound
 from espnx.ops.maxsim.cuda import maxsim_cuda
 from tests.ops.records import Records, integers, normals, scatter
-from tests.ops.tolerances import assert_scores_close, maxsim_bound
+from tests.ops.tolerances import WHOLE_FORMATS, assert_scores_close, maxsim_bound
 from tests.ptx.nvcc import SOURCES, needs_nvcc
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved
@@ -54,7 +54,9 @@ def check(query: torch.Tensor, records: Records) -> None:
     """Of one query, or several."""
     found, several = scored(query, records), query.dim() == 3
     for one, scores in zip(*((query, found) if several else ([query], [found])), strict=True):
-        bound = maxsim_bound(one, records, tensor_cores=True)
+        bound = maxsim_bound(
+            one, records, tensor_cores=True, by_digits=records.format in WHOLE_FORMATS
+        )
         expected = maxsim_reference(one, *records.args, codebook=records.codebook)
         assert_scores_close(scores, expected, bound)
 

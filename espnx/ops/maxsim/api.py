@@ -56,7 +56,9 @@ def maxsim(
     rounded to fp16 would be off by 2^-12 of each value, so it is split into two fp16 parts (after
     scaling by a power of two), which carry 22 bits and cost a second multiplication: 2 Lq
     multiply-adds for each byte of a document, which tensor cores do faster than memory brings the
-    byte up to about Lq = 64. fp32 rows are multiplied in fp32 without tensor cores.
+    byte up to about Lq = 64. Kernels of csrc/cuda multiply int8 and bit1 rows in whole numbers, by
+    a query of 24 bits beside each token's largest value. fp32 rows are multiplied in fp32 without
+    tensor cores.
 
     Raises:
         InvalidInputError: a wrong dtype, shape, device, format or ``d``; a record that does not lie
