@@ -230,7 +230,7 @@ def turned_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
     ``dv = 0`` for X rows."""
     if fmt == "int8":
         return {"K_BEGIN": 4 * d, "D": d, "DV": dv or d}
-    return row_constants(fmt, d, dv)
+    return {name: each for name, each in row_constants(fmt, d, dv).items() if name != "PRECISION"}
 
 
 def block_constants(
