@@ -604,8 +604,9 @@ struct CarefulSums {
     for (int i = 0; i < S::kQueries * kTurns; ++i) {
       const int q = i / kTurns, column = warp * S::kSlice + i % kTurns * kWarp + lane;
       const float inverse = shared.total()[q * kWarp];
+      // scores of nothing but -inf: 0, whatever V holds
       if (column < a.dv && work.q_begin + q < a.n_queries)
-        o[int64_t(q) * a.dv + column] = sum[q][i % kTurns] * inverse;
+        o[int64_t(q) * a.dv + column] = inverse == 0.0f ? 0.0f : sum[q][i % kTurns] * inverse;
     }
   }
 };

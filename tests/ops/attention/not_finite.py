@@ -99,7 +99,7 @@ ROWS: dict[str, tuple[Change, str, str]] = {
         _all(_set("k", -6e4), _set("q", 1e35, slice(None), slice(None))), "ffff", "ffff",
     ),
     "NaN": (_set("k", NAN), "nnnn", "nnnn"),
-    "NaN of +inf's leading bits": (_set("k", NAN), "nnnn", "nnnn"),
+    "NaN of the leading bits of -inf": (_set("k", NAN), "nnnn", "nnnn"),
     "V +inf": (_set("v", INF), "+fff", "nnnn"),
     "V -inf": (_set("v", -INF), "-fff", "nfff"),
     "V NaN": (_set("v", NAN), "nfff", "nnnn"),
@@ -171,7 +171,7 @@ def make_case(
         if name.startswith("NaN of") and fmt == "fp32":
             place = (n_rows + ROW) % block_rows * d + AT
             block = bytes_of[(n_rows + ROW) // block_rows].view(torch.int32)
-            block[place] = 0x7F800001
+            block[place] = -0x7FFFFF
         blocks.append(bytes_of)
         all_values.append(values)
     stored = torch.stack(blocks)
