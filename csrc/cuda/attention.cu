@@ -391,24 +391,41 @@ struct CarefulQueries {
         n_values(min(S::kSlice, a.d - warp * S::kSlice)) {}
 
   __device__ __forceinline__ void score(uint32_t keys, float* score, int lane) const {
+    constexpr int kTogether = 4;
 #pragma unroll 1
-    for (int q = 0; q < S::kQueries; ++q) {
-      float sum = 0.0f;
+    for (int first = 0; first < S::kQueries; first += kTogether) {
+      float sum[kTogether] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1
-      for (int k = 0; q < n_queries && k < n_values; k += 8) {
+      for (int k = 0; k < n_values; k += 8) {
         uint32_t pairs[4];
+        float row[8];
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
                      : "r"(keys + S::place_of(lane, k / 8))
                      : "memory");
-        const float* const query = values + int64_t(q) * d + k;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const uint32_t bits = i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xFFFFu;
-          sum = fmaf(query[i], S::kBf16 ? __uint_as_float(bits << 16) : fp32_of(bits), sum);
+          row[i] = S::kBf16 ? __uint_as_float(bits << 16) : fp32_of(bits);
+        }
+#pragma unroll
+        for (int q = 0; q < kTogether; ++q) {
+          // of queries that are not there, which see nothing, the last one once more
+          const float4* const query = reinterpret_cast<const float4*>(
+              values + int64_t(min(first + q, n_queries - 1)) * d + k);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float4 four = query[half];
+            sum[q] = fmaf(four.x, row[4 * half], sum[q]);
+            sum[q] = fmaf(four.y, row[4 * half + 1], sum[q]);
+            sum[q] = fmaf(four.z, row[4 * half + 2], sum[q]);
+            sum[q] = fmaf(four.w, row[4 * half + 3], sum[q]);
+          }
         }
       }
-      score[q * kScorePitch + lane] = sum * shared.places()[q].down;
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q)
+        score[(first + q) * kScorePitch + lane] = sum[q] * shared.places()[first + q].down;
     }
   }
 };

@@ -8,5 +8,5 @@ pytestmark = [needs_nvcc, pytest.mark.usefixtures("launch")]
 def test_it(device_code,fmt,d,dv,rows,group):
     launcher=device_code()
     t=time.time()
-    try: nf.check(lambda c: run(c,2),fmt,d,dv,block_rows=rows,group=group)
+    try: nf.check(lambda c: run(c,2),fmt,d,dv,block_rows=rows,group=group,names=nf.BRIEF)
     finally: print("TIME",fmt,d,dv,rows,group,round(time.time()-t,1), launcher.launches)

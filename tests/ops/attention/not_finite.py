@@ -23,7 +23,7 @@ ROW, HIDDEN = -2, 3
 #: Values of a row: two that cases change, and the one after them. In others nothing happens.
 AT, NEXT = 5, 6
 #: A query's value whose product with log2(e) in fp32 is 1, and what stands for 0 in fp16 beside 1.
-LN_2, FAR_BELOW, BELOW_NORMAL = 0.69314718, 2.0**-40, 2.0**-133
+LN_2, FAR_BELOW, BELOW_NORMAL = 0.69314718, 2.0**-40, 2.0**-140
 TOLERANCE = 3e-5  # of values of about unit size
 
 
@@ -119,6 +119,17 @@ SCALES: dict[str, tuple[Change, str, str]] = {
         (("k_scale", AT, "nnnn"), ("v_scale", ROW, "nnnf")), (INF, -INF, NAN)
     )
 }
+
+
+#: Where all would take long.
+BRIEF = [
+    "-inf everywhere",
+    "-inf, query of one bit",
+    "-inf in all rows",
+    "infinities that do not",
+    "V +inf, K -inf",
+    "query +inf, rows below 0",
+]
 
 
 def cases_of(fmt: str) -> dict[str, tuple[Change, str, str]]:
