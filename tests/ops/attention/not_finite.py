@@ -224,7 +224,8 @@ def _exact(values: Values, fmt: str, seen: np.ndarray) -> tuple[np.ndarray, np.n
     return o, lse
 
 
-def _kinds(values: np.ndarray) -> list[str]:
+def kinds_of(values: np.ndarray) -> list[str]:
+    """f, n, + or - for each."""
     return [
         "n" if np.isnan(x) else "+" if x == np.inf else "-" if x == -np.inf else "f" for x in values
     ]
@@ -265,8 +266,8 @@ def check(
             assert not last_o.any()
             assert last_lse == -np.inf
         else:
-            assert _kinds(last_o) == wanted, name
-            assert _kinds(last_lse[None]) == [kinds[3]], name
+            assert kinds_of(last_o) == wanted, name
+            assert kinds_of(last_lse[None]) == [kinds[3]], name
         for what, found, exact in (("o", o[i], expected[0]), ("lse", lse[i], expected[1])):
             with np.errstate(invalid="ignore"):
                 near = np.abs(found - exact) <= TOLERANCE * (1 + np.abs(exact))

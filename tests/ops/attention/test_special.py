@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from espnx.errors import InvalidInputError
 from espnx.ops._native import load_ops
 from espnx.ops.attention import ROW_FORMATS, merge
+from tests.ops.attention import not_finite
 from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import (
     FORMATS,
@@ -84,6 +87,45 @@ def test_what_is_not_finite(cpu_level: str, fmt: str, q_len: int, of_v: bool, va
     if math.isnan(value):
         assert bool(o[:, :, 2:, 5].isnan().all())
         assert of_v or bool(lse[:, :, 2:].isnan().all())
+
+
+@LEVELS
+@FORMATS
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("group", [1, 7])
+def test_every_value_that_is_not_finite(
+    cpu_level: str, fmt: str, threads: int, group: int
+) -> None:
+    """By few queries and by many, over rows in one tile and in several, of which threads merge
+    pieces."""
+    for dv in (40, 0) if fmt != "int8" else (32,):
+        for n_rows in (37, 300) if threads == 1 else (300,):
+            not_finite.check(
+                lambda case: case.run(threads), fmt, 32, dv, n_rows=n_rows, group=group
+            )
+
+
+@FORMATS
+def test_every_value_that_is_not_finite_in_the_reference(fmt: str) -> None:
+    not_finite.check(Case.reference, fmt, 32, 32)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dv", [24, 0])
+def test_as_the_framework_has_it(dv: int) -> None:
+    """The table is no invention: which results are finite, infinite and NaN in fp32. But where all
+    scores are -inf, the framework has V's infinities times 0."""
+    names = [name for name, (_, kinds, _) in not_finite.ROWS.items() if kinds != "0000"]
+    case, values = not_finite.make_case("fp32", 24, dv, n_rows=37, block_rows=16, names=names)
+    seen = torch.arange(37) != not_finite.HIDDEN
+    for name, each in zip(names, values, strict=True):
+        query, k, v = (rows[None, None] for rows in (each.q[-1:], each.k[seen], each.v[seen]))
+        with sdpa_kernel(SDPBackend.MATH):
+            o = F.scaled_dot_product_attention(query, k, v)[0, 0, 0].double().numpy()
+        kinds = not_finite.ROWS[name][1 if dv else 2]
+        found = not_finite.kinds_of(o)
+        at, after = not_finite.AT, not_finite.NEXT
+        assert (found[at], found[after], *{*found[:at], *found[after + 1 :]}) == tuple(kinds[:3])
 
 
 @LEVELS
