@@ -14,6 +14,8 @@ from espnx.ops.gather import gather, gather_reference
 from espnx.ops.gather.cuda import copy_by_index
 from espnx.ops.maxsim import by_warps
 from espnx.ops.maxsim.cuda import maxsim_cuda, maxsim_triton
+from tests.ops.attention import not_finite
+from tests.ops.attention.test_attention import Case
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
@@ -171,6 +173,29 @@ def test_maxsim_of_what_is_not_finite(fmt: str, d: int) -> None:
         found = maxsim(query.cuda(), records.buffer.cuda(), *records.args[1:]).cpu()
         expected = maxsim_reference(query, *records.args)
         assert torch.allclose(found, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def attended(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    there = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(case).items()
+    }
+    o, lse = Case(**there).run(None)
+    return o.cpu(), lse.cpu()
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32", "int8"])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (128, 0), (24, 136), (256, 0), (576, 0)])
+@pytest.mark.parametrize("block_rows", [16, 128])
+@pytest.mark.parametrize("group", [1, 7])
+def test_attention_of_what_is_not_finite(
+    fmt: str, d: int, dv: int, block_rows: int, group: int
+) -> None:
+    """By every kernel, over rows in one part and in several."""
+    dv = d if fmt == "int8" and dv == 0 else dv
+    for n_rows in (37, 1300):
+        sizes = {"n_rows": n_rows, "block_rows": block_rows, "group": group}
+        not_finite.check(attended, fmt, d, dv, **sizes)
 
 
 @pytest.mark.parametrize("unit", [1, 4, 16])

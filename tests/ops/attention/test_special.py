@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from espnx.errors import InvalidInputError
 from espnx.ops._native import load_ops
-from espnx.ops.attention import ROW_FORMATS, merge
+from espnx.ops.attention import (
+    ROW_FORMATS,
+    Queries,
+    RowsInMemory,
+    attend_rows,
+    attend_rows_reference,
+    merge,
+)
+from espnx.ops.attention.reference import stored_rows
 from tests.ops.attention import not_finite
 from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import (
@@ -89,6 +98,7 @@ def test_what_is_not_finite(cpu_level: str, fmt: str, q_len: int, of_v: bool, va
         assert of_v or bool(lse[:, :, 2:].isnan().all())
 
 
+@pytest.mark.sampled(2)
 @LEVELS
 @FORMATS
 @pytest.mark.parametrize("threads", [1, 3])
@@ -108,6 +118,24 @@ def test_every_value_that_is_not_finite(
 @FORMATS
 def test_every_value_that_is_not_finite_in_the_reference(fmt: str) -> None:
     not_finite.check(Case.reference, fmt, 32, 32)
+
+
+@pytest.mark.parametrize("attend", [attend_rows, attend_rows_reference])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_every_value_that_is_not_finite_of_rows_in_memory(attend: Any, fmt: str) -> None:
+    def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        assert case.last_position is not None
+        n, d = int(case.n_rows[0]), case.query.shape[-1]
+        kind = (n, case.block_rows, d, case.dv, fmt, ROW_FORMATS[fmt])
+        rows = [stored_rows(case.buffer, each[0].tolist(), *kind) for each in case.table]
+        k, v = (torch.stack(each)[:, None] for each in zip(*rows, strict=True))
+        last, visible = case.last_position[0], case.visible
+        look = Queries(case.query * d**-0.5, v.shape[-1], last_position=last, visible=visible)
+        found: tuple[torch.Tensor, torch.Tensor] = attend(look, RowsInMemory(k, v, 0, n, 0))
+        return found
+
+    for dv in (40, 0):
+        not_finite.check(run, fmt, 24, dv)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
