@@ -358,7 +358,7 @@ def _swept(*values: Any) -> Any:
         ("bf16", 64, 0, 128, 1, not_finite.BRIEF),
         ("fp16", 24, 136, 16, 1, not_finite.BRIEF),
         ("bf16", 24, 40, 16, 7, not_finite.BRIEF),  # 21 queries, in two pieces
-        ("fp32", 24, 40, 16, 1, None),
+        ("fp32", 24, 40, 16, 1, not_finite.BRIEF),
         ("fp16", 264, 0, 16, 1, not_finite.BRIEF[:2]),  # long rows
         ("int8", 32, 32, 16, 1, None),
         ("int8", 32, 32, 128, 1, None),

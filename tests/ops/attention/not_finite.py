@@ -18,7 +18,7 @@ Run: TypeAlias = Callable[[Case], tuple[torch.Tensor, torch.Tensor]]
 INF, NAN = torch.inf, torch.nan
 QUERIES = 3
 #: The row that cases change, counted from behind: the second and the third query see it, the first
-#: does not. Row HIDDEN is masked, and so are rows behind the last: NaN in all of them.
+#: does not. Row HIDDEN is masked, and holds NaN, as rows behind the last do.
 ROW, HIDDEN = -2, 3
 #: Values of a row: two that cases change, and the one after them. In others nothing happens.
 AT, NEXT = 5, 6
@@ -123,6 +123,7 @@ SCALES: dict[str, tuple[Change, str, str]] = {
 
 #: Where all would take long.
 BRIEF = [
+    "-inf, query below normal",
     "-inf everywhere",
     "-inf, query of one bit",
     "-inf in all rows",
@@ -174,10 +175,11 @@ def make_case(
     for seed, name in enumerate(names):
         values = _values(fmt, n_rows, d, dv, seed)
         cases_of(fmt)[name][0](values)
-        if fmt == "int8":
-            values.v_scale[HIDDEN] = NAN  # type: ignore[index]
-        else:
-            values.k[HIDDEN] = values.v[HIDDEN] = NAN
+        # every other time not in V, so that nothing but the case itself asks for care
+        if fmt != "int8":
+            values.k[HIDDEN] = NAN
+        if seed % 2:
+            (values.v if values.v_scale is None else values.v_scale)[HIDDEN] = NAN
         bytes_of = _stored(values, fmt, n_rows, block_rows, d, dv)
         if name.startswith("NaN of") and fmt == "fp32":
             place = (n_rows + ROW) % block_rows * d + AT
