@@ -292,11 +292,19 @@ def attention_kernel(
         PRECISION, ALIGN_BYTES, IN_BLOCK, False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q,
         BLOCK_T, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
-    if broken(sums) == 0:
+    if BLOCK_Q == 16 and FORMAT != "fp16":
+        if broken(sums) != 0:
+            # Rare: a value is not finite. What it does, and to whom, is found out tile by tile.
+            best, total, sums = attend(
+                query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr,
+                begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D,
+                DV, FORMAT, "ieee", ALIGN_BYTES, False, True, SOFT_CAP, HAS_WINDOW, HAS_SLOPES,
+                BLOCK_Q, 16, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
         place = place_of_results(head, q, n_queries)
         store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
-    else:
-        # Rare: a value is not finite. What it does, and to whom, is found out tile by tile.
+    elif broken(sums) != 0:
+        # The same, 16 queries at a time, which are loaded anew: that leaves registers to the rest.
         for first in tl.range(0, BLOCK_Q, 16):
             attend_carefully(
                 query_ptr, buffer_ptr, offset_ptr, n_rows, sequence_visible_ptr, last_position_ptr,
@@ -305,3 +313,6 @@ def attention_kernel(
                 visible_stride != 0, has_last, window, v_begin, v_scale_begin, K_BEGIN, D, DV,
                 FORMAT, ALIGN_BYTES, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
+    else:
+        place = place_of_results(head, q, n_queries)
+        store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)

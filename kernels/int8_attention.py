@@ -91,8 +91,8 @@ def turned_products(query, k_scale_ptr, pairs, pair, D: tl.constexpr, CAREFUL: t
     first_high, first_low = two_parts(first * down[:, None])
     second_high, second_low = two_parts(second * down[:, None])
     if CAREFUL:
-        first_low = tl.where(tl.abs(first) == float("inf"), 0.0, first_low)
-        second_low = tl.where(tl.abs(second) == float("inf"), 0.0, second_low)
+        first_low = tl.where(first_low != first_low, 0.0, first_low)
+        second_low = tl.where(second_low != second_low, 0.0, second_low)
     first_codes = codes_of(pairs, False)
     second_codes = codes_of(pairs, True)
     high = tl.dot(first_codes, tl.trans(first_high))

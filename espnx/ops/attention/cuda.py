@@ -29,7 +29,7 @@ _TURNED_DIM_MAX = {"int8": _NARROW_DIM_MAX, "fp16": 128, "bf16": 128}
 _TURNED_BLOCKS_MAX = 8  # of which a tile of 16-bit rows has some: each is a load and a choice
 #: Warps, stages, programs on a multiprocessor and registers (0: as many as it takes) of turned
 #: products of 16 bits, by the longest row.
-_TURNED_16 = {64: (4, 5, 3, 168), 128: (4, 5, 2, 0)}
+_TURNED_16 = {64: (4, 5, 3, 168), 128: (4, 5, 2, 168)}
 _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEW_PARTS = 8  # to merge: many have a variant of their own
