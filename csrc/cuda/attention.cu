@@ -391,10 +391,10 @@ struct CarefulQueries {
         n_values(min(S::kSlice, a.d - warp * S::kSlice)) {}
 
   __device__ __forceinline__ void score(uint32_t keys, float* score, int lane) const {
-    constexpr int kTogether = 4;
+    constexpr int kTogether = 2;  // more would spill
 #pragma unroll 1
     for (int first = 0; first < S::kQueries; first += kTogether) {
-      float sum[kTogether] = {0.0f, 0.0f, 0.0f, 0.0f};
+      float sum[kTogether] = {0.0f, 0.0f};
 #pragma unroll 1
       for (int k = 0; k < n_values; k += 8) {
         uint32_t pairs[4];
