@@ -27,9 +27,9 @@ _NARROW_DIM_MAX = 256  # and rows up to this length as they come
 _TURNED_QUERIES_MAX = {"int8": 16, "fp16": 8, "bf16": 8}
 _TURNED_DIM_MAX = {"int8": _NARROW_DIM_MAX, "fp16": 128, "bf16": 128}
 _TURNED_BLOCKS_MAX = 8  # of which a tile of 16-bit rows has some: each is a load and a choice
-#: Warps, stages, programs on a multiprocessor and registers at most of turned products of 16 bits, by
-#: the longest row.
-_TURNED_16 = {64: (4, 5, 3, 168), 128: (4, 5, 2, 168)}
+#: Warps, stages, programs on a multiprocessor and registers (0: as many as it takes) of turned
+#: products of 16 bits, by the longest row.
+_TURNED_16 = {64: (4, 5, 3, 168), 128: (4, 5, 2, 0)}
 _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEW_PARTS = 8  # to merge: many have a variant of their own
@@ -191,7 +191,9 @@ def launch_options(
     `programs_wanted` says."""
     if turned and fmt != "int8":
         warps, stages, _, registers = _turned_16(d, dv)
-        options = {"num_stages": stages, "num_warps": warps, "maxnreg": registers}
+        options = {"num_stages": stages, "num_warps": warps}
+        if registers:
+            options["maxnreg"] = registers
     elif turned:
         # Every warp reads all queries and weights from shared memory: the fewer, the less.
         is_small = n_queries <= 8 and max(d, dv) <= 128
