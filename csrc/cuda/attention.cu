@@ -631,9 +631,8 @@ struct CarefulSums {
 // The sums over a block's rows. Ends with all weights' sums by lane in shared memory.
 template <bool kCareful, typename S, typename Q, typename V>
 __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
-                                       const Shared<S>& shared, Ring<S>& ring,
-                                       const Q& queries, V& sums, int warp, int n_warps,
-                                       int lane) {
+                                       const Shared<S>& shared, Ring<S>& ring, const Q& queries,
+                                       V& sums, int warp, int n_warps, int lane) {
   const uint8_t* const visible = a.visible + int64_t(work.sequence) * a.visible_stride;
   int stage = 0;
   sums.begin();

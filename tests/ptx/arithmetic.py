@@ -285,9 +285,9 @@ def _compare_halves(instruction: Instruction, slots: Slots, function: Function) 
 
         return compared
 
+    parts = [replace(instruction, operands=(each, *operands)) for each in targets.split("|")]
     first, second = (
-        _apply(replace(instruction, operands=(target, *operands)), slots, ["b32"] * 2, of_half(half))
-        for half, target in enumerate(targets.split("|"))
+        _apply(part, slots, ["b32", "b32"], of_half(half)) for half, part in enumerate(parts)
     )
 
     def step(block: Block) -> None:

@@ -103,9 +103,7 @@ def test_what_is_not_finite(cpu_level: str, fmt: str, q_len: int, of_v: bool, va
 @FORMATS
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("group", [1, 7])
-def test_every_value_that_is_not_finite(
-    cpu_level: str, fmt: str, threads: int, group: int
-) -> None:
+def test_every_value_that_is_not_finite(cpu_level: str, fmt: str, threads: int, group: int) -> None:
     """By few queries and by many, over rows in one tile and in several, of which threads merge
     pieces."""
     for dv in (40, 0) if fmt != "int8" else (32,):
@@ -144,7 +142,7 @@ def test_as_the_framework_has_it(dv: int) -> None:
     """The table is no invention: which results are finite, infinite and NaN in fp32. But where all
     scores are -inf, the framework has V's infinities times 0."""
     names = [name for name, (_, kinds, _) in not_finite.ROWS.items() if kinds != "0000"]
-    case, values = not_finite.make_case("fp32", 24, dv, n_rows=37, block_rows=16, names=names)
+    _, values = not_finite.make_case("fp32", 24, dv, n_rows=37, block_rows=16, names=names)
     seen = torch.arange(37) != not_finite.HIDDEN
     for name, each in zip(names, values, strict=True):
         query, k, v = (rows[None, None] for rows in (each.q[-1:], each.k[seen], each.v[seen]))
