@@ -380,6 +380,10 @@ def test_every_value_that_is_not_finite(
     not_finite.check(run, fmt, d, dv, block_rows=block_rows, group=group, names=names)
 
 
+def test_soft_cap_of_infinite_scores() -> None:
+    not_finite.check_soft_cap("fp16", 24, 40)
+
+
 @pytest.mark.parametrize("bytes_max", [0, 1 << 25])
 def test_parts_that_waited(monkeypatch: pytest.MonkeyPatch, bytes_max: int) -> None:
     """As groups of reads are merged on a GPU."""

@@ -182,6 +182,11 @@ def test_every_value_that_is_not_finite(
     assert launcher.launches
 
 
+def test_soft_cap_of_infinite_scores(launcher: Launcher) -> None:
+    not_finite.check_soft_cap("bf16", 136, 136)
+    assert launcher.launches
+
+
 @FORMATS
 def test_offsets_beyond_32_bits(launcher: Launcher, fmt: str) -> None:
     near = make_case(n_rows=[33], d=136, dv=0, fmt=fmt, gap_bytes=16)

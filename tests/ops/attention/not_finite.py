@@ -201,7 +201,9 @@ def make_case(
     return case, all_values
 
 
-def _exact(values: Values, fmt: str, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _exact(
+    values: Values, fmt: str, seen: np.ndarray, soft_cap: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """o [QUERIES, dv] and lse: products and sums as IEEE has them."""
     if fmt == "int8":
         k_scale, v_scale = (
@@ -218,6 +220,8 @@ def _exact(values: Values, fmt: str, seen: np.ndarray) -> tuple[np.ndarray, np.n
         for i in range(len(q)):
             rows = np.flatnonzero(seen[i])
             scores = np.array([np.sum(q[i] * k[row]) for row in rows])
+            if soft_cap:
+                scores = soft_cap * np.tanh(scores / soft_cap)
             if np.all(scores == -np.inf):
                 continue
             weights = np.exp(scores - scores.max())
@@ -278,3 +282,21 @@ def check(
                 at = tuple(np.argwhere(~same)[0].tolist())
                 wrong.append(f"{name}: {what}{list(at)} is {found[at]}, not {exact[at]}")
     assert not wrong, "\n".join(wrong)
+
+
+def check_soft_cap(fmt: str, d: int, dv: int) -> None:
+    """By CUDA's kernels, on tensors of the CPU: a cap makes a score of -inf finite again."""
+    from espnx.ops.attention.cuda import ScoreRules, attention_triton
+
+    cap, n_rows, names = 3.0, 37, ["-inf everywhere", "finite"]
+    case, all_values = make_case(fmt, d, dv, n_rows=n_rows, block_rows=16, names=names)
+    given = (case.block_rows, fmt, d**-0.5, dv, case.visible, case.last_position)
+    o, lse = attention_triton(*case.args, *given, rules=ScoreRules(soft_cap=cap))
+    assert case.last_position is not None
+    seen = np.arange(n_rows) <= case.last_position[0].numpy()[:, None]
+    seen[:, HIDDEN] = False
+    for i, values in enumerate(all_values):
+        expected_o, expected_lse = _exact(values, fmt, seen, cap)
+        assert np.isfinite(expected_o).all()
+        assert np.allclose(o[i, 0].numpy(), expected_o, rtol=0, atol=TOLERANCE)
+        assert np.allclose(lse[i, 0].numpy(), expected_lse, rtol=0, atol=TOLERANCE)
