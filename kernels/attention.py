@@ -22,6 +22,9 @@ t adds ``slope * (t - position)`` to it. With HAS_WINDOW a query sees the ``wind
 own alone. These three are a model's, and make variants of their own: what a model does not have
 costs its inner loop nothing.
 
+What is not finite gives what IEEE products and sums in fp32 of the stored values give: where a
+program's result is not finite, or NaN, it is made once more with care.
+
 One program takes BLOCK_Q queries of one head over one of n_splits parts of its rows, in tiles of
 BLOCK_T. The parts are merged afterwards. Addresses are 64 bits wide. Rows of more than 256 values
 are for ``wide_attention.py``, long ones of 16 bits for ``csrc/cuda/attention.cu`` if compiled.
@@ -90,7 +93,8 @@ def attend(
     query sees: up to ``last``.
 
     Without CAREFUL, a value that is not finite makes all sums of its row or column so, also those
-    of queries that do not see its row.
+    of queries that do not see its row; and an infinite value of K makes NaN of what is an infinite
+    score, since the parts that a query's value is multiplied in differ in sign, or are 0.
     """
     IS_PLAIN: tl.constexpr = not CAREFUL and (FORMAT != "int8" or IN_BLOCK)
     # Weights of fp16 values are fp16, too: the larger they are, the fewer leave its range.
@@ -152,6 +156,66 @@ def attend(
             else:
                 sums = sums * alpha[:, None] + tl.dot(p, values, input_precision=PRECISION)
     return best - SHIFT, total, sums
+
+
+@triton.jit
+def attend_carefully(
+    query_ptr,
+    buffer_ptr,
+    offset_ptr,
+    n_rows,
+    visible_ptr,
+    last_position_ptr,
+    position_ptr,
+    slope_ptr,
+    o_ptr,
+    lse_ptr,
+    head,
+    sequence,
+    first,
+    n_queries,
+    q_len,
+    block_rows,
+    begin,
+    end,
+    has_visible,
+    has_last,
+    window,
+    v_begin,
+    v_scale_begin,
+    K_BEGIN: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ALIGN_BYTES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Writes the results of a program's BLOCK_Q queries from ``first`` on, 16 at most, which is the
+    least that products take here: as fp32 products have them, whatever the rows hold."""
+    lane = tl.arange(0, 16)
+    q = first + lane
+    is_query = (q < n_queries) & (lane < BLOCK_Q)
+    k = tl.arange(0, BLOCK_D)
+    query_rows = query_ptr + (head * n_queries + q)[:, None] * D
+    query = tl.load(query_rows + k[None, :], mask=is_query[:, None] & (k < D)[None, :], other=0.0)
+    at_position = sequence * q_len + q % q_len
+    last = last_rows(last_position_ptr, at_position, is_query, has_last, n_rows)
+    last = tl.minimum(tl.maximum(last, -1), end - 1).to(tl.int32)
+    position, slope = query_places(
+        position_ptr, slope_ptr, at_position, head * n_queries + q, is_query, HAS_WINDOW, HAS_SLOPES
+    )
+    best, total, sums = attend(
+        query, last, position, slope, window, buffer_ptr, offset_ptr, visible_ptr, begin, end,
+        block_rows, has_visible, v_begin, v_scale_begin, K_BEGIN, D, DV, FORMAT, "ieee",
+        ALIGN_BYTES, False, True, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, 16, 16, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
+    place = place_of_results(head, q, n_queries)
+    store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
 
 
 @triton.jit(
@@ -228,13 +292,27 @@ def attention_kernel(
         PRECISION, ALIGN_BYTES, IN_BLOCK, False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q,
         BLOCK_T, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
-    if broken(sums) != 0:
-        # Rare: a value of V is not finite. Who sees it is found out tile by tile.
-        best, total, sums = attend(
-            query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr,
-            begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV,
-            FORMAT, "ieee" if FORMAT == "fp32" else PRECISION, ALIGN_BYTES, False, True, SOFT_CAP,
-            HAS_WINDOW, HAS_SLOPES, BLOCK_Q, 16, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    place = place_of_results(head, q, n_queries)
-    store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
+    if BLOCK_Q == 16 and FORMAT != "fp16":
+        if broken(sums) != 0:
+            # Rare: a value is not finite. What it does, and to whom, is found out tile by tile.
+            best, total, sums = attend(
+                query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr,
+                begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D,
+                DV, FORMAT, "ieee", ALIGN_BYTES, False, True, SOFT_CAP, HAS_WINDOW, HAS_SLOPES,
+                BLOCK_Q, 16, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+        place = place_of_results(head, q, n_queries)
+        store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
+    elif broken(sums) != 0:
+        # The same, 16 queries at a time, which are loaded anew: that leaves registers to the rest.
+        for first in tl.range(0, BLOCK_Q, 16):
+            attend_carefully(
+                query_ptr, buffer_ptr, offset_ptr, n_rows, sequence_visible_ptr, last_position_ptr,
+                position_ptr, slope_ptr, o_ptr, lse_ptr, head, sequence,
+                tl.program_id(1) * BLOCK_Q + first, n_queries, q_len, block_rows, begin, end,
+                visible_stride != 0, has_last, window, v_begin, v_scale_begin, K_BEGIN, D, DV,
+                FORMAT, ALIGN_BYTES, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+    else:
+        place = place_of_results(head, q, n_queries)
+        store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)

@@ -79,8 +79,9 @@ def turned_tile(first, lane, pair, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turned_products(query, k_scale_ptr, pairs, pair, D: tl.constexpr):
-    """Products ``[T, Q]`` of rows with the queries, which take the scales of the rows' block."""
+def turned_products(query, k_scale_ptr, pairs, pair, D: tl.constexpr, CAREFUL: tl.constexpr):
+    """Products ``[T, Q]`` of rows with the queries, which take the scales of the rows' block. With
+    CAREFUL, an infinite value has no lower part, which were NaN."""
     is_pair = pair < D // 2
     first_scale = scale_or_nan(tl.load(k_scale_ptr + 2 * pair, mask=is_pair, other=0.0))
     second_scale = scale_or_nan(tl.load(k_scale_ptr + 2 * pair + 1, mask=is_pair, other=0.0))
@@ -89,6 +90,9 @@ def turned_products(query, k_scale_ptr, pairs, pair, D: tl.constexpr):
     down, up = power_pair(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1), 0)
     first_high, first_low = two_parts(first * down[:, None])
     second_high, second_low = two_parts(second * down[:, None])
+    if CAREFUL:
+        first_low = tl.where(first_low != first_low, 0.0, first_low)
+        second_low = tl.where(second_low != second_low, 0.0, second_low)
     first_codes = codes_of(pairs, False)
     second_codes = codes_of(pairs, True)
     high = tl.dot(first_codes, tl.trans(first_high))
@@ -154,7 +158,7 @@ def _attend(
     ``begin`` to ``end``, of those that a query sees: up to ``last``.
 
     Without CAREFUL, a scale of V that is not finite makes all sums NaN, also those of queries that
-    do not see its row.
+    do not see its row, and an infinite value of a query all of its own.
     """
     best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     # A sum for each row of a tile, which are added up once.
@@ -177,7 +181,8 @@ def _attend(
         block = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
         first_row = tl.multiple_of(tile % block_rows, BLOCK_T)
         pairs = pairs_tile(block + (K_BEGIN + first_row * D), lane, k_pair, D, BLOCK_D)
-        products = turned_products(query, block.to(tl.pointer_type(tl.float32)), pairs, k_pair, D)
+        k_scale_ptr = block.to(tl.pointer_type(tl.float32))
+        products = turned_products(query, k_scale_ptr, pairs, k_pair, D, CAREFUL)
         if SOFT_CAP > 0:
             products = SOFT_CAP * tanh(products * (1.0 / SOFT_CAP))
         if HAS_SLOPES:
@@ -294,7 +299,7 @@ def int8_attention_kernel(
         False, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, BLOCK_T, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     if broken(tl.abs(first_sums) + tl.abs(second_sums)) != 0:
-        # Rare: a scale of V is not finite. Who sees its row is found out tile by tile.
+        # Rare: a scale or a query is not finite. Whom it changes is found out tile by tile.
         best, total, first_sums, second_sums = _attend(
             query, last, position, slope, window, buffer_ptr, offset_ptr, sequence_visible_ptr,
             begin, end, block_rows, visible_stride != 0, v_begin, v_scale_begin, K_BEGIN, D, DV,

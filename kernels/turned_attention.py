@@ -12,7 +12,7 @@ fewer of them load the same queries and weights. Scores are in powers of two unt
 import triton
 import triton.language as tl
 
-from .attention import attend
+from .attention import attend_carefully
 from .attention_parts import (
     TABLES,
     broken,
@@ -24,7 +24,6 @@ from .attention_parts import (
     program_place,
     program_rows,
     query_places,
-    store_state,
     stored_tile,
     tanh,
     v_begins,
@@ -161,7 +160,8 @@ def turned_attend(
     BLOCK_DV: tl.constexpr,
 ):
     """(Peaks, sums of weights, weighed sums of V) over rows ``begin`` to ``end``, of those that a
-    query sees: up to ``last``. A value that is not finite makes all sums of its column so."""
+    query sees: up to ``last``. A value that is not finite makes all sums of its column so, an
+    infinite value of K those of its row NaN."""
     SHIFT: tl.constexpr = SHIFT_BITS if FORMAT == "fp16" else 0.0
     best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     # A sum for each row of a tile, which are added up once.
@@ -210,67 +210,6 @@ def turned_attend(
     return best - SHIFT, tl.sum(total, axis=0), sums
 
 
-@triton.jit
-def _attend_carefully(
-    query_ptr,
-    buffer_ptr,
-    offset_ptr,
-    n_rows,
-    visible_ptr,
-    last_position_ptr,
-    position_ptr,
-    slope_ptr,
-    o_ptr,
-    lse_ptr,
-    head,
-    sequence,
-    n_queries,
-    q_len,
-    block_rows,
-    begin,
-    end,
-    has_visible,
-    has_last,
-    window,
-    v_begin,
-    v_scale_begin,
-    K_BEGIN: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ALIGN_BYTES: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Writes a program's results as `attention.attend` finds them, whose products are not turned
-    and so take 16 queries at least."""
-    WIDE: tl.constexpr = 16 if BLOCK_Q < 16 else BLOCK_Q
-    lane = tl.arange(0, WIDE)
-    q = tl.program_id(1) * BLOCK_Q + lane
-    is_query = (q < n_queries) & (lane < BLOCK_Q)
-    k = tl.arange(0, BLOCK_D)
-    query_rows = query_ptr + (head * n_queries + q)[:, None] * D
-    query = tl.load(query_rows + k[None, :], mask=is_query[:, None] & (k < D)[None, :], other=0.0)
-    at_position = sequence * q_len + q % q_len
-    last = last_rows(last_position_ptr, at_position, is_query, has_last, n_rows)
-    last = tl.minimum(tl.maximum(last, -1), end - 1).to(tl.int32)
-    position, slope = query_places(
-        position_ptr, slope_ptr, at_position, head * n_queries + q, is_query, HAS_WINDOW, HAS_SLOPES
-    )
-    best, total, sums = attend(
-        query, last, position, slope, window, buffer_ptr, offset_ptr, visible_ptr, begin, end,
-        block_rows, has_visible, v_begin, v_scale_begin, K_BEGIN, D, DV, FORMAT, PRECISION,
-        ALIGN_BYTES, False, True, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, WIDE, 16, BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
-    place = place_of_results(head, q, n_queries)
-    store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)
-
-
 @triton.jit(
     do_not_specialize=[
         "n_kv",
@@ -309,7 +248,6 @@ def turned_attention_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     FORMAT: tl.constexpr,
-    PRECISION: tl.constexpr,
     IS_X: tl.constexpr,
     ALIGN_BYTES: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
@@ -357,11 +295,11 @@ def turned_attention_kernel(
         lse = tl.where(is_empty, float("-inf"), best * LN_2 + tl.log(total))
         tl.store(lse_ptr + place, lse, mask=is_query)
     else:
-        # Rare: a value of V is not finite. Who sees it is found out tile by tile.
-        _attend_carefully(
+        # Rare: a value is not finite. What it does, and to whom, is found out tile by tile.
+        attend_carefully(
             query_ptr, buffer_ptr, offset_ptr, n_rows, sequence_visible_ptr, last_position_ptr,
-            position_ptr, slope_ptr, o_ptr, lse_ptr, head, sequence, n_queries, q_len, block_rows,
-            begin, end, visible_stride != 0, has_last, window, v_begin, v_scale_begin, K_BEGIN, D,
-            DV, FORMAT, PRECISION, ALIGN_BYTES, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, BLOCK_D,
-            BLOCK_DV,
+            position_ptr, slope_ptr, o_ptr, lse_ptr, head, sequence, tl.program_id(1) * BLOCK_Q,
+            n_queries, q_len, block_rows, begin, end, visible_stride != 0, has_last, window,
+            v_begin, v_scale_begin, K_BEGIN, D, DV, FORMAT, ALIGN_BYTES, SOFT_CAP, HAS_WINDOW,
+            HAS_SLOPES, BLOCK_Q, BLOCK_D, BLOCK_DV,
         )  # fmt: skip

@@ -280,13 +280,12 @@ def wide_attention_kernel(
         BLOCK_Q, BLOCK_T, BLOCK_K, BLOCK_DV, BLOCK_REST,
     )  # fmt: skip
     if broken(sums) + broken(rest) != 0:
-        # Rare: a value of V is not finite. Who sees it is found out tile by tile.
+        # Rare: a value is not finite. What it does, and to whom, is found out tile by tile.
         best, total, sums, rest = _wide_attend(
             query_rows, is_query, last, position, slope, window, buffer_ptr, offset_ptr,
             sequence_visible_ptr, begin, end, block_rows, visible_stride != 0, v_begin,
-            v_scale_begin, K_BEGIN, D, DV, FORMAT, "ieee" if FORMAT == "fp32" else PRECISION,
-            ALIGN_BYTES, True, SOFT_CAP, HAS_WINDOW, HAS_SLOPES, BLOCK_Q, 16, BLOCK_K, BLOCK_DV,
-            BLOCK_REST,
+            v_scale_begin, K_BEGIN, D, DV, FORMAT, "ieee", ALIGN_BYTES, True, SOFT_CAP, HAS_WINDOW,
+            HAS_SLOPES, BLOCK_Q, 16, BLOCK_K, BLOCK_DV, BLOCK_REST,
         )  # fmt: skip
     place = place_of_results(head, q, n_queries)
     store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)

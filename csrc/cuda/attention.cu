@@ -13,8 +13,9 @@
 // Between, a lane has a row, and a warp two queries at a time. Scores are in powers of two.
 //
 // A value of V that is not finite makes sums of queries so that do not see its row, since zero
-// times infinity is NaN: where a sum is not finite all of them are made once more, by plain
-// multiply-adds of those who see a row.
+// times infinity is NaN, and one of K makes NaN of what are infinite scores, since a query's parts
+// differ in sign: where a sum is not finite all of them are made once more, by plain multiply-adds
+// of those who see a row.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -371,6 +372,64 @@ struct Queries {
   }
 };
 
+// The same share by plain multiply-adds in fp32, of a row a lane: a query's parts have signs of
+// their own, or are 0, so that an infinite value of K makes their sum NaN where the query's product
+// is infinite.
+template <typename S>
+struct CarefulQueries {
+  const Shared<S>& shared;
+  const float* values;  // of the block's first query, that the warp has
+  int d, n_queries, n_values;
+
+  __device__ __forceinline__ CarefulQueries(const Arguments& a, const Work& work,
+                                            const Shared<S>& memory, int warp)
+      : shared(memory),
+        values(a.query + (int64_t(work.head) * a.n_queries + work.q_begin) * a.d +
+               warp * S::kSlice),
+        d(a.d),
+        n_queries(min(S::kQueries, a.n_queries - work.q_begin)),
+        n_values(min(S::kSlice, a.d - warp * S::kSlice)) {}
+
+  __device__ __forceinline__ void score(uint32_t keys, float* score, int lane) const {
+    constexpr int kTogether = 2;  // more would spill
+#pragma unroll 1
+    for (int first = 0; first < S::kQueries; first += kTogether) {
+      float sum[kTogether] = {0.0f, 0.0f};
+#pragma unroll 1
+      for (int k = 0; k < n_values; k += 8) {
+        uint32_t pairs[4];
+        float row[8];
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                     : "r"(keys + S::place_of(lane, k / 8))
+                     : "memory");
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const uint32_t bits = i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xFFFFu;
+          row[i] = S::kBf16 ? __uint_as_float(bits << 16) : fp32_of(bits);
+        }
+#pragma unroll
+        for (int q = 0; q < kTogether; ++q) {
+          // of queries that are not there, which see nothing, the last one once more
+          const float4* const query = reinterpret_cast<const float4*>(
+              values + int64_t(min(first + q, n_queries - 1)) * d + k);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float4 four = query[half];
+            sum[q] = fmaf(four.x, row[4 * half], sum[q]);
+            sum[q] = fmaf(four.y, row[4 * half + 1], sum[q]);
+            sum[q] = fmaf(four.z, row[4 * half + 2], sum[q]);
+            sum[q] = fmaf(four.w, row[4 * half + 3], sum[q]);
+          }
+        }
+      }
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q)
+        score[(first + q) * kScorePitch + lane] = sum[q] * shared.places()[first + q].down;
+    }
+  }
+};
+
 // Weights of a tile's rows of which a lane has one, two queries at a time, from the scores' shares.
 template <bool kCareful, typename S>
 __device__ __forceinline__ void weigh(const Arguments& a, const Shared<S>& shared, int row,
@@ -562,18 +621,18 @@ struct CarefulSums {
     for (int i = 0; i < S::kQueries * kTurns; ++i) {
       const int q = i / kTurns, column = warp * S::kSlice + i % kTurns * kWarp + lane;
       const float inverse = shared.total()[q * kWarp];
+      // scores of nothing but -inf: 0, whatever V holds
       if (column < a.dv && work.q_begin + q < a.n_queries)
-        o[int64_t(q) * a.dv + column] = sum[q][i % kTurns] * inverse;
+        o[int64_t(q) * a.dv + column] = inverse == 0.0f ? 0.0f : sum[q][i % kTurns] * inverse;
     }
   }
 };
 
 // The sums over a block's rows. Ends with all weights' sums by lane in shared memory.
-template <bool kCareful, typename S, typename V>
+template <bool kCareful, typename S, typename Q, typename V>
 __device__ __forceinline__ void attend(const Arguments& a, const Work& work,
-                                       const Shared<S>& shared, Ring<S>& ring,
-                                       const Queries<S>& queries, V& sums, int warp, int n_warps,
-                                       int lane) {
+                                       const Shared<S>& shared, Ring<S>& ring, const Q& queries,
+                                       V& sums, int warp, int n_warps, int lane) {
   const uint8_t* const visible = a.visible + int64_t(work.sequence) * a.visible_stride;
   int stage = 0;
   sums.begin();
@@ -631,10 +690,9 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   if (threadIdx.x == 0) *shared.work() = work;
   for (int q = warp; q < S::kQueries; q += n_warps) shared.total()[q * kWarp + lane] = 0.0f;
   __syncthreads();
-  Queries<S> queries;
-  queries.load(a, work, shared, warp, lane);
-
   {
+    Queries<S> queries;
+    queries.load(a, work, shared, warp, lane);
     Sums<S> sums;
     attend<false>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
     const unsigned broken = __ballot_sync(kAll, !sums.is_finite());
@@ -646,7 +704,7 @@ __device__ __forceinline__ void attention(const Arguments& a) {
       return;
     }
   }
-  // Rare: a value of V is not finite.
+  // Rare: a value is not finite.
   for (int q = warp; q < S::kQueries; q += n_warps) {
     shared.total()[q * kWarp + lane] = 0.0f;
     if (lane == 0) shared.places()[q].best = -INFINITY;
@@ -654,6 +712,7 @@ __device__ __forceinline__ void attention(const Arguments& a) {
   ring.begin();
 #pragma unroll 1
   for (int stage = 0; stage < a.stages - 1; ++stage) ring.produce(stage);
+  const CarefulQueries<S> queries(a, work, shared, warp);
   CarefulSums<S> sums;
   attend<true>(a, work, shared, ring, queries, sums, warp, n_warps, lane);
   add_up(a, *shared.work(), shared, warp, n_warps, lane);

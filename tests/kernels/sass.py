@@ -151,8 +151,8 @@ def loaded_bytes(opcode: str) -> int:
 
 
 def _loop_of(code: list[tuple[str, str]], loops: list[Loop], *, has_inner: bool) -> Loop:
-    """The loop that brings the most bytes from global memory, of those with a loop in them or
-    without one; of loops alike the first, since what is rare comes last."""
+    """Of the loops with a loop in them, or without one, the first that brings at least half as many
+    bytes from global memory as any of them: what is rare comes last, and may bring more."""
     fitting = [loop for loop in loops if any(loop.holds(other) for other in loops) == has_inner]
     # With one in it: not those that hold such a one in turn.
     fitting = [
@@ -168,7 +168,8 @@ def _loop_of(code: list[tuple[str, str]], loops: list[Loop], *, has_inner: bool)
             if opcode.startswith("LDG") and opcode != "LDGDEPBAR"
         )
 
-    return max(fitting, key=lambda loop: (brought(loop), -loop.begin))
+    most = max(map(brought, fitting))
+    return next(each for each in sorted(fitting) if 2 * brought(each) >= most)
 
 
 def _ring_loop(assembly: Assembly, *, counts_loops: bool) -> tuple[Loop, set[int]]:

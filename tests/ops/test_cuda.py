@@ -22,6 +22,8 @@ from espnx.ops.gather import gather, gather_reference
 from espnx.ops.gather.cuda import copy_by_index
 from espnx.ops.maxsim import by_warps
 from espnx.ops.maxsim.cuda import maxsim_cuda, maxsim_triton
+from tests.ops.attention import not_finite
+from tests.ops.attention.test_attention import Case
 from tests.ops.cut_off import lost_rows
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import WHOLE_FORMATS, assert_scores_close, gamma, maxsim_bound
@@ -245,6 +247,44 @@ def test_past_the_dispatcher_as_by_it(where: str) -> None:
     )
     assert torch.equal(o, found_o)
     assert torch.equal(lse, found_lse)
+
+
+def attended(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    there = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(case).items()
+    }
+    o, lse = Case(**there).run(None)
+    return o.cpu(), lse.cpu()
+
+
+@pytest.mark.parametrize(
+    ("fmt", "d", "dv", "block_rows", "group"),
+    [
+        ("fp16", 64, 64, 16, 1),
+        ("bf16", 128, 128, 16, 1),
+        ("fp16", 128, 0, 128, 1),
+        ("bf16", 24, 136, 16, 1),
+        ("fp16", 128, 128, 16, 4),
+        ("bf16", 64, 64, 16, 7),
+        ("fp32", 64, 64, 16, 1),
+        ("fp32", 264, 0, 16, 1),
+        ("int8", 128, 128, 16, 1),
+        ("int8", 128, 128, 128, 1),
+        ("int8", 264, 264, 16, 1),
+        ("fp16", 256, 0, 16, 1),
+        ("bf16", 256, 0, 16, 4),
+        ("bf16", 576, 0, 16, 1),
+        ("fp16", 576, 512, 16, 4),
+    ],
+)
+def test_attention_of_what_is_not_finite(
+    fmt: str, d: int, dv: int, block_rows: int, group: int
+) -> None:
+    """By every kernel, over rows in one part and in several."""
+    for n_rows in (37, 1300):
+        sizes = {"n_rows": n_rows, "block_rows": block_rows, "group": group}
+        not_finite.check(attended, fmt, d, dv, **sizes)
 
 
 @pytest.mark.parametrize("unit", [1, 4, 16])

@@ -7,6 +7,7 @@ multiply-add rounds a sum in fp64 once more to fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -266,7 +267,35 @@ def compare(instruction: Instruction, slots: Slots) -> Step:
     relation = UNSIGNED_COMPARE.get(relation, relation)
     if relation not in COMPARE:
         raise Unknown(instruction.opcode)
+    if kind == "f16x2":
+        return _compare_halves(instruction, slots, COMPARE[relation])
     return _apply(instruction, slots, [kind, kind], COMPARE[relation])
+
+
+def _compare_halves(instruction: Instruction, slots: Slots, function: Function) -> Step:
+    """The lower halves into the first of two predicates, ``%p1|%p2``, the upper into the second."""
+    targets, *operands = instruction.operands
+    if not isinstance(targets, str) or targets.count("|") != 1:
+        raise Unknown(instruction.opcode)
+
+    def of_half(half: int) -> Function:
+        def compared(*values: np.ndarray) -> np.ndarray:
+            return function(
+                *(np.ascontiguousarray(each).view(np.float16)[half::2] for each in values)
+            )
+
+        return compared
+
+    parts = [replace(instruction, operands=(each, *operands)) for each in targets.split("|")]
+    first, second = (
+        _apply(part, slots, ["b32", "b32"], of_half(half)) for half, part in enumerate(parts)
+    )
+
+    def step(block: Block) -> None:
+        first(block)
+        second(block)
+
+    return step
 
 
 @builds("selp")

@@ -14,6 +14,7 @@ from espnx.errors import NotConformingError
 from espnx.ops.attention import cuda, parts
 from espnx.ops.attention.checks import BlocksFound
 from tests.device.rows import assert_right
+from tests.ops.attention import not_finite
 from tests.ops.attention.merging import PLAIN, check_merge, check_merge_in_range
 from tests.ops.attention.ruled import (
     DTYPES,
@@ -345,6 +346,43 @@ def test_not_finite(fmt: str, value: float, group: int) -> None:
 def test_scales_that_are_not_finite(value: float, of_v: bool, rows: int) -> None:
     """Tiles of several blocks, and of one each."""
     check_scale(run, value, of_v=of_v, rows=rows)
+
+
+def _swept(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "d", "dv", "block_rows", "group", "names"),
+    [
+        ("fp16", 24, 40, 16, 1, None),  # few queries: tiles of several blocks, and of one
+        ("bf16", 64, 0, 128, 1, not_finite.BRIEF),
+        ("fp16", 24, 136, 16, 1, not_finite.BRIEF),
+        ("bf16", 24, 40, 16, 7, not_finite.BRIEF),  # 21 queries, in two pieces
+        ("fp32", 24, 40, 16, 1, not_finite.BRIEF),
+        ("fp16", 264, 0, 16, 1, not_finite.BRIEF[:2]),  # long rows
+        ("int8", 32, 32, 16, 1, None),
+        ("int8", 32, 32, 128, 1, None),
+        _swept("bf16", 24, 40, 16, 1, None),
+        _swept("fp16", 64, 0, 128, 1, None),
+        _swept("bf16", 64, 0, 128, 1, None),
+        _swept("fp16", 24, 136, 16, 1, None),
+        _swept("fp16", 24, 40, 16, 7, None),
+        _swept("bf16", 24, 40, 16, 7, None),
+        _swept("fp32", 64, 0, 16, 7, None),
+        *(_swept(fmt, 264, 0, 16, 1, None) for fmt in ("fp16", "bf16", "fp32")),
+        _swept("int8", 264, 264, 16, 1, None),
+        _swept("int8", 32, 32, 128, 7, None),
+    ],
+)
+def test_every_value_that_is_not_finite(
+    fmt: str, d: int, dv: int, block_rows: int, group: int, names: list[str] | None
+) -> None:
+    not_finite.check(run, fmt, d, dv, block_rows=block_rows, group=group, names=names)
+
+
+def test_soft_cap_of_infinite_scores() -> None:
+    not_finite.check_soft_cap("fp16", 24, 40)
 
 
 @pytest.mark.parametrize("bytes_max", [0, 1 << 25])

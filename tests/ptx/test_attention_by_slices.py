@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from espnx.errors import InvalidInputError
+from espnx.ops import device_code as code
 from espnx.ops.attention import by_slices, cuda
 from espnx.ops.attention.by_slices import plan
 from espnx.ops.attention.checks import BlocksFound
+from tests.ops.attention import not_finite
 from tests.ops.attention.ruled import RULES, check_rules
 from tests.ops.attention.test_attention import Case, assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
@@ -162,6 +165,29 @@ def test_not_finite_of_both(launcher: Launcher, fmt: str) -> None:
     assert o[0, 0, 0].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("fmt", "d", "dv", "group", "names"),
+    [
+        ("fp16", 136, 0, 1, not_finite.BRIEF),
+        ("bf16", 520, 0, 1, not_finite.BRIEF),
+        ("fp16", 136, 200, 4, not_finite.BRIEF),
+        *(SWEPT(fmt, d, 0, 4, None) for fmt in ("fp16", "bf16") for d in (136, 520, 776)),
+        *(SWEPT(fmt, 136, 200, 1, None) for fmt in ("fp16", "bf16")),
+    ],
+)
+def test_every_value_that_is_not_finite(
+    launcher: Launcher, fmt: str, d: int, dv: int, group: int, names: list[str] | None
+) -> None:
+    """Of rows in two parts: also where K and V differ in length, and of few queries and many."""
+    not_finite.check(lambda case: run(case, 2), fmt, d, dv, names=names, group=group)
+    assert launcher.launches
+
+
+def test_soft_cap_of_infinite_scores(launcher: Launcher) -> None:
+    not_finite.check_soft_cap("bf16", 136, 136)
+    assert launcher.launches
+
+
 @FORMATS
 def test_offsets_beyond_32_bits(launcher: Launcher, fmt: str) -> None:
     near = make_case(n_rows=[33], d=136, dv=0, fmt=fmt, gap_bytes=16)
@@ -199,6 +225,28 @@ def test_other_rows_have_other_kernels(given: dict[str, Any]) -> None:
     device = torch.device("cpu")
     assert by_slices.compiled_plan(1, **rows, device=device) is not None
     assert by_slices.compiled_plan(1, **{**rows, **given}, device=device) is None
+
+
+def test_more_query_blocks_than_other_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a launch are in the grid's first dimension. Nothing is launched here."""
+    grids: list[int] = []
+
+    def launch(source: str, kernel: str, grid: int, *args: Any) -> None:
+        grids.append(grid)
+
+    case = make_case(n_rows=[16], n_kv=1, d=8, dv=264, gap_bytes=0)
+    n_queries = 16 * 65536
+    case.query = torch.zeros(1, 1, n_queries, 8)
+    tables = (*case.args[1:], 16, 16)
+    options = (case.block_rows, case.format, 1.0, case.dv)
+    with pytest.raises(InvalidInputError, match=f"at most {65535 * 16} for a KV head"):
+        cuda.attention_inside_triton(case.query, *tables, *options)
+    monkeypatch.setattr(code, "is_there", lambda *args: True)
+    monkeypatch.setattr(code, "launch", launch)
+    cuda.attention_inside_triton(case.query, *tables, *options)
+    assert grids == [65536]
+    with pytest.raises(InvalidInputError, match="at most 2146435071 for a KV head"):
+        cuda._check_grid(1, 2**31, min(cuda._HEADS_MAX * 16, cuda._ROWS_END - 1), 1)
 
 
 def test_plans() -> None:

@@ -122,6 +122,9 @@ def bits(*values: float) -> np.ndarray:
         ("setp.ne.f32 %p1, %r5, %r5; selp.b32 %r9, 1, 0, %p1;", 0x7FC00000, 0),
         ("setp.neu.f32 %p1, %r5, %r5; selp.b32 %r9, 1, 0, %p1;", 0x7FC00000, 1),
         ("setp.num.f32 %p1, %r5, %r5; selp.b32 %r9, 1, 0, %p1;", 0x7FC00000, 0),
+        ("setp.eq.f16x2 %p1|%p2, %r5, 0x7C003C00; selp.b32 %r9, 1, 0, %p1;", 0x40003C00, 1),
+        ("setp.eq.f16x2 %p1|%p2, %r5, 0x7C003C00; selp.b32 %r9, 1, 0, %p2;", 0x40003C00, 0),
+        ("setp.eq.f16x2 %p1|%p2, %r5, %r5; selp.b32 %r9, 1, 0, %p2;", 0x7E003C00, 0),
         ("mad.wide.s32 %rd6, %r5, 3, 7; cvt.u32.u64 %r9, %rd6;", 0xFFFFFFFF, 4),
     ],
 )

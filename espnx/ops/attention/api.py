@@ -61,8 +61,10 @@ def attention(
     Returns:
         ``o`` float32 ``[B, H, q, dv]`` and ``lse`` float32 ``[B, H, q]``, the logarithm of the
         softmax's denominator, by which results over different rows can be merged. A query that sees
-        no row: 0 and -inf. A NaN in a row that a query sees makes its results NaN; what hidden rows
-        hold has no effect.
+        no row: 0 and -inf. What is not finite gives what IEEE products and sums in fp32 give, on
+        every device: a row whose score is -inf weighs nothing, one of +inf or NaN makes the query's
+        results NaN, a NaN or an infinity of V its value of ``o`` (docs/lossless.md); what hidden
+        rows hold has no effect.
 
     Raises:
         InvalidInputError: a wrong dtype, shape, device, format or dimension; a block outside the

@@ -37,7 +37,8 @@ _MERGED_DIM = 64  # values of a row that a program merges
 _SOFT_CAP_MIN = 2.0**-126  # fp32 holds it, and what scores are divided by it
 _TABLE_DTYPES = (torch.int64, torch.int64, torch.uint8, torch.int64, torch.int64, torch.float32)
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
-#: Kernels count rows in 32 bits, up to the end of a tile, or of a part, that begins within them.
+#: Kernels count rows in 32 bits, up to the end of a tile, or of a part, that begins within them;
+#: and a head's queries.
 _ROWS_END = 2**31 - 2**20
 
 
@@ -231,7 +232,7 @@ def turned_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
     ``dv = 0`` for X rows."""
     if fmt == "int8":
         return {"K_BEGIN": 4 * d, "D": d, "DV": dv or d}
-    return row_constants(fmt, d, dv)
+    return {name: each for name, each in row_constants(fmt, d, dv).items() if name != "PRECISION"}
 
 
 def block_constants(
@@ -377,7 +378,9 @@ def attention_inside_triton(
         block_queries, tile_rows = plan.queries, by_slices.TILE_ROWS
         wanted = _MULTIPROCESSORS * plan.resident
     q_blocks = -(-n_queries // block_queries)
-    _check_grid(n_heads, n_queries, q_blocks, block_queries, rows_max)
+    # csrc/cuda has all blocks in the grid's first dimension, Triton those of a head in its second
+    blocks_max = 65535 if plan is None else _HEADS_MAX // n_heads
+    _check_grid(n_heads, n_queries, min(blocks_max * block_queries, _ROWS_END - 1), rows_max)
     splits = n_splits or max(min(wanted // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN), 1)
     split_rows = -(-max(rows_max, 1) // splits // tile_rows) * tile_rows
     results = splits, n_heads, n_queries
@@ -419,15 +422,13 @@ def attention_inside_triton(
     return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
 
 
-def _check_grid(
-    n_heads: int, n_queries: int, q_blocks: int, block_queries: int, rows_max: int
-) -> None:
+def _check_grid(n_heads: int, n_queries: int, queries_max: int, rows_max: int) -> None:
     """Raises InvalidInputError for more than a grid has room for, and rows that are not counted."""
-    if n_heads > _HEADS_MAX or q_blocks > 65535:
+    if n_heads > _HEADS_MAX or n_queries > queries_max:
         raise InvalidInputError(
             "attention queries on CUDA",
             got=n_queries,
-            expected=f"at most {65535 * block_queries} for a KV head",
+            expected=f"at most {queries_max} for a KV head",
         )
     if rows_max >= _ROWS_END:
         raise InvalidInputError(

@@ -246,12 +246,15 @@ def attend_rows_reference(
     seen = seen_by(queries, position)
     scores = torch.where(seen, scores, -torch.inf)
     lse = scores.logsumexp(dim=-1)
+    lse = torch.where(lse == torch.inf, torch.nan, lse)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    # What a hidden row holds has no effect: its weight of 0 would turn an infinity or a NaN into
-    # NaN.
+    # Infinities and NaNs one by one, since a hidden row's weight of 0 would turn them into NaN.
     broken = ~v.isfinite().all(dim=-1)
     o = weights @ torch.where(broken[..., None], 0.0, v)
-    return torch.where((seen & broken[:, :, None]).any(dim=-1, keepdim=True), torch.nan, o), lse
+    for row in broken.flatten(0, 1).any(dim=0).nonzero().flatten().tolist():
+        counts = seen[..., row, None] & broken[:, :, None, row, None]
+        o += torch.where(counts, weights[..., row, None] * v[:, :, row, None], 0.0)
+    return torch.where(lse[..., None] == -torch.inf, 0.0, o), lse
 
 
 def seen_by(queries: Queries, position: torch.Tensor) -> torch.Tensor:

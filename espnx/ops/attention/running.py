@@ -323,6 +323,7 @@ def matrix_attention(
             scores += bias
         scores = scores.masked_fill_(~seen, -torch.inf)
         lse = scores.logsumexp(dim=-1)
+        lse.masked_fill_(lse == torch.inf, torch.nan)
         weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
         o = torch.bmm(weights, v.masked_fill(broken.unsqueeze(-1), 0.0))
     return o.masked_fill_((seen & broken.unsqueeze(1)).any(dim=-1, keepdim=True), torch.nan), lse

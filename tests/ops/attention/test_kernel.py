@@ -25,6 +25,7 @@ from espnx.ops.attention.cuda import (
     tile_blocks,
     turned_rows,
 )
+from tests.ops.attention import not_finite
 from tests.ops.attention.ruled import (
     INT8_RULES,
     RULES,
@@ -105,6 +106,8 @@ def interpreted_x_rows(fmt: str) -> None:
 
 def interpreted_not_finite(fmt: str) -> None:
     if fmt == "int8":
+        for block_rows in (16, 128):  # by either kernel
+            not_finite.check(run, fmt, 32, 32, block_rows=block_rows)
         return
     for value in (torch.nan, torch.inf, -torch.inf):
         case = causal(
@@ -117,6 +120,10 @@ def interpreted_not_finite(fmt: str) -> None:
         assert o[0, 0, :, 5].isfinite().tolist() == [True, False, False]
         rows[0, 19] = torch.nan  # of K, seen by the last
         assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
+    few, narrow, many, wide = (24, 40, 16, 1), (24, 136, 16, 1), (24, 40, 16, 7), (264, 0, 16, 1)
+    for d, dv, block_rows, group in (few, narrow, many, wide):
+        sizes = {"block_rows": block_rows, "group": group}
+        not_finite.check(run, fmt, d, dv, names=not_finite.BRIEF, **sizes)
 
 
 def interpreted_rules(fmt: str) -> None:
@@ -167,7 +174,7 @@ PARTS: dict[Callable[[str], None], str] = {
     interpreted_decode: "fp32 fp16 bf16 int8",
     interpreted_prefill: "fp16 int8",
     interpreted_x_rows: "bf16",
-    interpreted_not_finite: "fp16",
+    interpreted_not_finite: "fp16 int8",
     interpreted_rules: "bf16 int8",
     interpreted_scales: "int8",
     interpreted_wide: "fp32 int8",
@@ -183,7 +190,10 @@ PARTS: dict[Callable[[str], None], str] = {
     ],
 )
 @pytest.mark.filterwarnings(
-    "ignore:invalid value encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:divide by zero:RuntimeWarning",
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:All-NaN slice encountered:RuntimeWarning",
 )
 @pytest.mark.skipif(not IS_INTERPRETED, reason="[triton] runs in the interpreter's own process")
 def test_interpreted(part: Any, fmt: str) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from espnx.errors import InvalidInputError
 from espnx.ops._native import load_ops
-from espnx.ops.attention import ROW_FORMATS, merge
+from espnx.ops.attention import (
+    ROW_FORMATS,
+    Queries,
+    RowsInMemory,
+    attend_rows,
+    attend_rows_reference,
+    merge,
+)
+from espnx.ops.attention.reference import stored_rows
+from tests.ops.attention import not_finite
 from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import (
     FORMATS,
@@ -84,6 +96,62 @@ def test_what_is_not_finite(cpu_level: str, fmt: str, q_len: int, of_v: bool, va
     if math.isnan(value):
         assert bool(o[:, :, 2:, 5].isnan().all())
         assert of_v or bool(lse[:, :, 2:].isnan().all())
+
+
+@pytest.mark.sampled(2)
+@LEVELS
+@FORMATS
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("group", [1, 7])
+def test_every_value_that_is_not_finite(cpu_level: str, fmt: str, threads: int, group: int) -> None:
+    """By few queries and by many, over rows in one tile and in several, of which threads merge
+    pieces."""
+    for dv in (40, 0) if fmt != "int8" else (32,):
+        for n_rows in (37, 300) if threads == 1 else (300,):
+            not_finite.check(
+                lambda case: case.run(threads), fmt, 32, dv, n_rows=n_rows, group=group
+            )
+
+
+@FORMATS
+def test_every_value_that_is_not_finite_in_the_reference(fmt: str) -> None:
+    not_finite.check(Case.reference, fmt, 32, 32)
+
+
+@pytest.mark.parametrize("attend", [attend_rows, attend_rows_reference])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_every_value_that_is_not_finite_of_rows_in_memory(attend: Any, fmt: str) -> None:
+    def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        assert case.last_position is not None
+        n, d = int(case.n_rows[0]), case.query.shape[-1]
+        kind = (n, case.block_rows, d, case.dv, fmt, ROW_FORMATS[fmt])
+        rows = [stored_rows(case.buffer, each[0].tolist(), *kind) for each in case.table]
+        k, v = (torch.stack(each)[:, None] for each in zip(*rows, strict=True))
+        last, visible = case.last_position[0], case.visible
+        look = Queries(case.query * d**-0.5, v.shape[-1], last_position=last, visible=visible)
+        found: tuple[torch.Tensor, torch.Tensor] = attend(look, RowsInMemory(k, v, 0, n, 0))
+        return found
+
+    for dv in (40, 0):
+        not_finite.check(run, fmt, 24, dv)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dv", [24, 0])
+def test_as_the_framework_has_it(dv: int) -> None:
+    """The table is no invention: which results are finite, infinite and NaN in fp32. But where all
+    scores are -inf, the framework has V's infinities times 0."""
+    names = [name for name, (_, kinds, _) in not_finite.ROWS.items() if kinds != "0000"]
+    _, values = not_finite.make_case("fp32", 24, dv, n_rows=37, block_rows=16, names=names)
+    seen = torch.arange(37) != not_finite.HIDDEN
+    for name, each in zip(names, values, strict=True):
+        query, k, v = (rows[None, None] for rows in (each.q[-1:], each.k[seen], each.v[seen]))
+        with sdpa_kernel(SDPBackend.MATH):
+            o = F.scaled_dot_product_attention(query, k, v)[0, 0, 0].double().numpy()
+        kinds = not_finite.ROWS[name][1 if dv else 2]
+        found = not_finite.kinds_of(o)
+        at, after = not_finite.AT, not_finite.NEXT
+        assert (found[at], found[after], *{*found[:at], *found[after + 1 :]}) == tuple(kinds[:3])
 
 
 @LEVELS
