@@ -62,8 +62,8 @@ def nvcc_release() -> str:
 
 
 def built(name: str, kind: str, capability: int) -> bytes | None:
-    """That part of what a build made of csrc/cuda/<name>.cu; None unless this nvcc made it, with the
-    flags that setup.py has now. Its PTX has the instructions of nvcc's, without comments."""
+    """That part of what a build made of csrc/cuda/<name>.cu; None unless this nvcc made it, and
+    setup.py has not changed since. Its PTX is nvcc's without comments."""
     file = compiled_file(name)
     if (
         file is None
