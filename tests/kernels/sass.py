@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
@@ -98,8 +99,22 @@ def resources(kernel: Any) -> dict[str, int]:
     }
 
 
-def of_kernel(text: str, entry: str) -> str:
+def symbol_number(cubin: bytes, name: str) -> int:
+    """A symbol's place in an ELF file's table of symbols (System V ABI, "Symbol Table"), which is
+    how `nvdisasm` is told to take one kernel of a module."""
+    (at,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, n_sections = struct.unpack_from("<2H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q2I2Q", cubin, at + i * size) for i in range(n_sections)]
+    _, _, _, _, begin, n_bytes, names, *_ = next(each for each in sections if each[1] == 2)
+    starts = [struct.unpack_from("<I", cubin, begin + i)[0] for i in range(0, n_bytes, 24)]
+    texts = cubin[sections[names][4] :][: sections[names][5]]
+    found = [texts[start : texts.index(b"\0", start)] for start in starts]
+    return found.index(name.encode())
+
+
+def of_kernel(cubin: bytes, entry: str) -> str:
     """What `nvdisasm` says of one kernel of a module."""
+    text = tool("nvdisasm", "-c", "-fun", str(symbol_number(cubin, entry)), cubin=cubin)
     return text.partition(f"\t.section\t.text.{entry},")[2].partition("\t.section\t.text.")[0]
 
 
@@ -261,9 +276,8 @@ def analysed(variant: Any, capability: int) -> dict[str, Any]:
     """A row of the table."""
     kernel = variant.compile(capability)
     found = resources(kernel)
-    text = tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
-    if entry := getattr(kernel, "entry", ""):
-        text = of_kernel(text, entry)
+    cubin, entry = kernel.asm["cubin"], getattr(kernel, "entry", "")
+    text = of_kernel(cubin, entry) if entry else tool("nvdisasm", "-c", cubin=cubin)
     has_ring = variant.tiles_ahead > 1 or isinstance(variant.inner_trips, tuple)
     loop = main_loop(text, variant.inner_trips, found["threads"], has_ring=has_ring)
     return {

@@ -1,7 +1,8 @@
 """Kernels of csrc/cuda as nvcc compiles them for sm_90: their PTX executed, in place of a launch.
 
-nvcc runs once for each source, whatever the number of processes and sessions: what it made is kept
-by the source's digest.
+They are taken out of the files that a build has left, where this nvcc made them: what is tested is
+what a launch would run, and nothing is compiled again. Elsewhere nvcc runs once for each source,
+whatever the number of processes and sessions: what it made is kept by the source's digest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -21,11 +23,14 @@ import numpy as np
 import pytest
 import torch
 
+from espnx.ops.device_code import compiled_file
+from tests.kernels.sass import TOOLS
 from tests.ptx.global_memory import GlobalMemory
 from tests.ptx.running import Executable
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc" / "cuda"
+SETUP = ROOT / "setup.py"
 KEPT = ROOT / ".cache" / "nvcc"
 ABSENT = "nvcc is not installed: csrc/cuda is not compiled here"
 #: By kernel, the numbers of the arguments that it writes.
@@ -56,9 +61,29 @@ def nvcc_release() -> str:
     return found[1] if found else text.strip()
 
 
+def built(name: str, kind: str, capability: int) -> bytes | None:
+    """That part of what a build made of csrc/cuda/<name>.cu; None unless this nvcc made it, and
+    setup.py has not changed since. Its PTX is nvcc's without comments."""
+    file = compiled_file(name)
+    if (
+        file is None
+        or file.stat().st_mtime_ns < SETUP.stat().st_mtime_ns
+        or f", V{nvcc_release()}\0".encode() not in file.read_bytes()
+    ):
+        return None
+    part = f".sm_{capability}.{kind}"
+    command = [str(TOOLS / "cuobjdump"), "-xptx" if kind == "ptx" else "-xelf", part, str(file)]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(command, cwd=folder, capture_output=True)
+        found = [path.read_bytes() for path in Path(folder).iterdir()]
+    return found[0] if len(found) == 1 else None
+
+
 @functools.cache
 def compiled(name: str, kind: str = "ptx", capability: int = 90) -> bytes:
     """What nvcc makes of csrc/cuda/<name>.cu: PTX, or a cubin."""
+    if (found := built(name, kind, capability)) is not None:
+        return found
     command = [str(nvcc()), "-std=c++17", "-O3", f"-arch=sm_{capability}", f"-{kind}"]
     source = SOURCES / f"{name}.cu"
     digest = hashlib.sha256("\0".join([nvcc_release(), *command[1:]]).encode())
