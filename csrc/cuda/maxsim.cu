@@ -160,7 +160,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
   int4* const all_meta = reinterpret_cast<int4*>(memory + n_warps * kStages * S::kStageBytes);
   int4* const meta = all_meta + warp * kStages;
   const int64_t n_blocks = gridDim.x / a.n_queries;  // of this query; few documents meet in none
-  Stream<S> stream{a, lane, ring, meta, a.claimed + which, score, n_blocks * n_warps};
+  Stream<S> stream{{a, lane, a.claimed + which, score, n_blocks * n_warps}, ring, meta};
   stream.begin(warp * n_blocks + blockIdx.x / a.n_queries);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) stream.produce(stage);

@@ -77,13 +77,10 @@ __device__ __forceinline__ uint32_t part_of(float x, float y, int part) {
   return part == 0 ? high : fp16_of(x - fp32_of(high), y - fp32_of(high >> 16));
 }
 
-// What a warp loads: documents as it claims them, tile by tile.
-template <typename S>
-struct Stream {
+// Documents as a worker claims them, one after another, all lanes of a warp together.
+struct Documents {
   const Arguments& a;
   int lane;
-  uint32_t ring;  // of stages
-  int4* meta;     // of each stage: document (-1: the end), rows, whether they are its last
   uint32_t* claimed;
   float* score;
   int64_t workers;
@@ -117,6 +114,13 @@ struct Stream {
     look_up();
     turn();
   }
+};
+
+// What a warp loads: its documents, tile by tile.
+template <typename S>
+struct Stream : Documents {
+  uint32_t ring;  // of stages
+  int4* meta;     // of each stage: document (-1: the end), rows, whether they are its last
 
   __device__ __forceinline__ void load_tile(uint32_t to, int rows) {
     if constexpr (S::kFlat) {

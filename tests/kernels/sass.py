@@ -261,7 +261,11 @@ def analysed(variant: Any, capability: int) -> dict[str, Any]:
     text = tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
     if entry := getattr(kernel, "entry", ""):
         text = of_kernel(text, entry)
-    has_ring = variant.tiles_ahead > 1 or isinstance(variant.inner_trips, tuple)
+    has_ring = (
+        variant.tiles_ahead > 1
+        or isinstance(variant.inner_trips, tuple)
+        or getattr(variant, "has_ring", False)
+    )
     loop = main_loop(text, variant.inner_trips, found["threads"], has_ring=has_ring)
     return {
         "variant": variant.name,
