@@ -60,6 +60,7 @@ _SLICES = ((256, 64, 4), (384, 96, 4), (512, 128, 4), (768, 96, 8), (SLICED_DIM_
 _RESIDENT_WARPS = 8
 #: Stages of a ring, and tiles whose products warps exchange: of one there is a barrier more.
 _DEPTHS = ((4, 2), (3, 2), (3, 1), (2, 2), (2, 1))
+_DEPTHS_OF_FLAT = ((4, 1), (3, 1), (2, 1))  # whose copies take that barrier anyway
 #: Of a multiprocessor of an H100 or H200, and of each of its blocks and once more the system's.
 _SHARED_BYTES, _SYSTEM_BYTES = 228 * 1024, 1024
 #: As in the source: a warp's share of a tile's products, what is noted of tiles, and the largest
@@ -107,8 +108,7 @@ def sliced(fmt: str, d: int, shared_bytes: int = _SHARED_BYTES) -> Sliced | None
     stage_bytes = _SLICED_TILE_ROWS * (row_bytes if fmt == "int8" else 2 * warps * slice_dims)
     third_bytes = (fmt == "bf16") * warps * (slice_dims // 16) * (QUERY_TOKENS_MAX // 8) * _PART_BYTES
     known_bytes = third_bytes + _NOTE_BYTES + warps // 4 * _LARGEST_BYTES
-    # copies of all warps take that barrier anyway
-    depths = [(n, 1) for n in (4, 3, 2)] if fmt == "int8" else _DEPTHS
+    depths = _DEPTHS_OF_FLAT if fmt == "int8" else _DEPTHS
     sizes = {
         depth: depth[0] * stage_bytes + depth[1] * warps * _SHARE_BYTES + known_bytes
         for depth in depths
