@@ -156,9 +156,9 @@ def test_what_is_not_finite(fmt: str, d: int) -> None:
     found = maxsim_cuda(query, *records.args)
     assert torch.allclose(found, expected, rtol=2e-5, atol=0, equal_nan=True)
     query[2, 0] = torch.inf
-    few = [each[1:3] for each in records.args[1:3]]
-    expected = maxsim_reference(query, records.buffer, *few, fmt)
-    found = maxsim_cuda(query, records.buffer, *few, fmt)
+    places = [each[1:3] for each in records.args[1:3]]
+    expected = maxsim_reference(query, records.buffer, *places, fmt)
+    found = maxsim_cuda(query, records.buffer, *places, fmt)
     assert torch.allclose(found, expected, rtol=2e-5, atol=0, equal_nan=True)
 
 
