@@ -33,14 +33,20 @@ class Ring(NamedTuple):
 
 #: By format and values of a row; as in the sources.
 RINGS = {
-    ("fp16", 64): Ring(1, 6),
-    ("fp16", 96): Ring(1, 4),
-    ("fp16", 128): Ring(1, 4),
-    ("bf16", 64): Ring(1, 6),
-    ("bf16", 96): Ring(1, 4),
-    ("bf16", 128): Ring(1, 4),
+    **{
+        (fmt, d): Ring(*ring)
+        for fmt in ("fp16", "bf16")
+        for d, ring in (
+            *((32, (2, 4)), (48, (2, 4)), (64, (1, 6)), (80, (1, 4))),
+            *((96, (1, 4)), (112, (1, 4)), (128, (1, 4))),
+        )
+    },
+    ("int8", 32): Ring(4, 5),
+    ("int8", 48): Ring(4, 4),
     ("int8", 64): Ring(2, 6),
+    ("int8", 80): Ring(2, 5),
     ("int8", 96): Ring(2, 5),
+    ("int8", 112): Ring(2, 4),
     ("int8", 128): Ring(2, 4),
     ("bit1", 128): Ring(4, 4),
     **{(f"residual{nbits}", d): Ring(1, 4) for nbits in (1, 2) for d in (64, 96, 128)},
