@@ -5,13 +5,13 @@
 // fp16, bf16 or int8 (an fp32 scale, then codes). Documents begin at multiples of 16 bytes; the
 // query lies at one, too.
 //
-// A block of 4 or 8 warps takes one document after another by a counter, in tiles of 32 rows. Each
-// warp has 64, 96 or 128 values of every row, and holds these values of the query in the parts that
-// tensor cores take, two of fp16 or three of bf16, which add up to it; the third part is in shared
-// memory, where 32 rows read it once. Tiles are copied into a ring of stages, asynchronously and
-// across the ends of documents, so that as many bytes are under way at a document's end as in its
-// midst. Warps meet when each has its share of a tile's products: 8 pieces of 16 rows by 8 tokens,
-// of which each then adds up one or two, and keeps the largest. A maximum keeps NaNs.
+// A block of 2, 4 or 8 warps takes one document after another by a counter, in tiles of 32 rows.
+// Each warp has 64, 96 or 128 values of every row, and holds these values of the query in the parts
+// that tensor cores take, two of fp16 or three of bf16, which add up to it; the third part is in
+// shared memory, where 32 rows read it once. Tiles are copied into a ring of stages, asynchronously
+// and across the ends of documents, so that as many bytes are under way at a document's end as in
+// its midst. Warps meet when each has its share of a tile's products: 8 pieces of 16 rows by 8
+// tokens, of which each then adds up one, two or four, and keeps the largest. A maximum keeps NaNs.
 //
 // Infinities that meet zeros in a part turn into NaN there, and a product may be too large until a
 // factor makes it less: where a document's score is not finite it is made once more, by plain
@@ -31,17 +31,6 @@ struct alignas(16) Note {
   const uint8_t* from;
   int doc, rows;
 };
-
-// The first and the third of a word's four int8 in fp16, by their bits: 1024 + n is 0x6400 + n, and
-// 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
-__device__ __forceinline__ uint32_t fp16_of_codes(uint32_t word) {
-  uint32_t both;
-  asm("{ .reg .b32 %%code<1>; mov.b32 %%code0, 0x64806480;"
-      " lop3.b32 %0, %1, 0x00ff00ff, %%code0, 0x6a; sub.f16x2 %0, %0, %%code0; }"
-      : "=r"(both)
-      : "r"(word));
-  return both;
-}
 
 // A warp has kSliceOf values of all rows of kFormatOf.
 template <Format kFormatOf, int kSliceOf>
@@ -78,12 +67,11 @@ struct Memory {
   }
   // The largest products with a document's rows, by turn, half of the rows (of 8 warps) and token.
   __device__ __forceinline__ float* largest(int turn) const {
-    return reinterpret_cast<float*>(notes() + kNotes) + (turn & 1) * (n_warps / 4 * kTokens);
+    return reinterpret_cast<float*>(notes() + kNotes) +
+           (turn & 1) * ((n_warps == kWarpsMax ? 2 : 1) * kTokens);
   }
   // While the query is prepared: of each token, what its values and products are multiplied by.
-  __device__ __forceinline__ float2* powers() const {
-    return reinterpret_cast<float2*>(shares(0));
-  }
+  __device__ __forceinline__ float2* powers() const { return reinterpret_cast<float2*>(shares(0)); }
 };
 
 // The tiles of a block's documents, which one warp notes.
@@ -121,7 +109,7 @@ __device__ __forceinline__ void copy_flat(const uint8_t* from, uint32_t to, int 
   if (n_bytes == all) {
 #pragma unroll
     for (int i = 0; i < S::kSlice / 16; ++i)
-      if (i + 2 < S::kSlice / 16 || first + i * further < all)
+      if (first + i * further < all)
         copy_ahead(to + first + i * further, from + first + i * further);
   }
   // The rest of a whole tile, or one that is not whole.
@@ -153,8 +141,8 @@ __device__ __forceinline__ void copy_slice(const uint8_t* from, uint32_t to, int
   for (int i = lane; i < kTileRows * kRowCopies; i += kWarp) {
     const int row = i / kRowCopies, piece = i % kRowCopies;
     const bool is_there = row < n_rows && piece * 8 < n_values;
-    copy_ahead(to + S::place_of(row, piece), is_there ? from + (row * row_bytes + piece * 16) : from,
-               is_there ? 16 : 0);
+    copy_ahead(to + S::place_of(row, piece),
+               is_there ? from + (row * row_bytes + piece * 16) : from, is_there ? 16 : 0);
   }
 }
 
@@ -169,8 +157,8 @@ __device__ __forceinline__ void produce(const Note& note, uint32_t stage, int d,
     if constexpr (S::kFlat)
       copy_flat<S>(begin, stage, n_rows * row_bytes, kTileRows * row_bytes, warp, n_warps, lane);
     else
-      copy_slice<S>(begin + warp * S::kSlice * 2, stage + warp * S::kSliceBytes, n_rows,
-                    row_bytes, min(d - warp * S::kSlice, S::kSlice), lane);
+      copy_slice<S>(begin + warp * S::kSlice * 2, stage + warp * S::kSliceBytes, n_rows, row_bytes,
+                    min(d - warp * S::kSlice, S::kSlice), lane);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -188,8 +176,8 @@ struct Held {
   uint2 held[kHeld][kSteps][kPieces];
   uint4* third;
 
-  __device__ __forceinline__ void load(const float* query, int n_query, int d,
-                                       const float2* powers, uint4* to, int warp, int lane) {
+  __device__ __forceinline__ void load(const float* query, int n_query, int d, const float2* powers,
+                                       uint4* to, int warp, int lane) {
     third = to + lane;
 #pragma unroll
     for (int piece = 0; piece < kPieces; piece += 2) {
@@ -277,14 +265,13 @@ struct Rows {
     }
   }
 
-  __device__ __forceinline__ void values(uint32_t* left, uint32_t stage, int tile,
-                                         int step) const {
+  __device__ __forceinline__ void values(uint32_t* left, uint32_t stage, int tile, int step) const {
     if constexpr (S::kFlat) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t row = stage + first + (tile * 16 + half * 8) * row_bytes;
         const uint32_t codes = load_word(row + place[step]);
-        left[half] = fp16_of_codes(codes), left[2 + half] = fp16_of_codes(codes >> 8);
+        left[half] = codes_of(codes), left[2 + half] = codes_of(codes >> 8);
       }
     } else {
       load_matrices(left, S::further(stage + first, step) + tile * 16 * S::kPitch);
@@ -336,9 +323,8 @@ __device__ __forceinline__ void multiply_rows(const Held<S>& query, const Rows<S
   for (int i = 0; i < kFragments; ++i) {
     const float* const large = product[i % kTiles][i / kTiles];
     const float* const small = rest[i % kTiles][i / kTiles];
-    *reinterpret_cast<float4*>(to + i * n_warps * kFragmentBytes) =
-        make_float4(large[0] + small[0], large[1] + small[1], large[2] + small[2],
-                    large[3] + small[3]);
+    *reinterpret_cast<float4*>(to + i * n_warps * kFragmentBytes) = make_float4(
+        large[0] + small[0], large[1] + small[1], large[2] + small[2], large[3] + small[3]);
   }
 }
 
@@ -347,18 +333,17 @@ __device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
 }
 
 // The largest products with a document's rows so far that a lane has, of the tokens whose pieces
-// its warp adds up: of 4 warps each has those of one piece, of 8 warps of one half of its rows.
+// its warp adds up: of 2 warps each has those of two pieces, of 4 of one, of 8 of one half of its
+// rows.
 struct Largest {
   int warp, n_warps, lane;
-  float of[2];
+  float of[2][2];
 
-  __device__ __forceinline__ void begin() { of[0] = of[1] = -INFINITY; }
-
-  __device__ __forceinline__ int tile_of(int i) const { return n_warps == kWarpsMax ? warp & 1 : i; }
+  __device__ __forceinline__ void begin() { of[0][0] = of[0][1] = of[1][0] = of[1][1] = -INFINITY; }
 
   // The row of a tile that a lane has in a piece's first or second half.
-  __device__ __forceinline__ int row(int i, int half) const {
-    return tile_of(i) * 16 + half * 8 + lane / 4;
+  __device__ __forceinline__ int row(int tile, int half) const {
+    return (n_warps == kWarpsMax ? warp & 1 : tile) * 16 + half * 8 + lane / 4;
   }
 
   // `from`: the warp's pieces, of each the shares of all warps.
@@ -369,36 +354,46 @@ struct Largest {
       v[i] = *reinterpret_cast<const float4*>(from + i * kFragmentBytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = sum_of(v[2 * i], v[2 * i + 1]);
+    if (n_warps == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) keep(v[i], scale[i % 2], i % 2, of[i / 2], n_rows);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) v[i] = sum_of(v[2 * i], v[2 * i + 1]);
     if (n_warps == kWarpsMax) {
-      keep(sum_of(v[0], v[1]), scale[0], 0, n_rows);
+      keep(sum_of(v[0], v[1]), scale[0], 0, of[0], n_rows);
     } else {
-      keep(v[0], scale[0], 0, n_rows);
-      keep(v[1], scale[1], 1, n_rows);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) keep(v[i], scale[i], i, of[0], n_rows);
     }
   }
 
   // Products with rows that are not there can never be the largest.
-  __device__ __forceinline__ void keep(float4 v, const float* scale, int i, int n_rows) {
-    const bool is_first = row(i, 0) < n_rows, is_second = row(i, 1) < n_rows;
-    of[0] = max_nan(of[0], is_first ? v.x * scale[0] : -INFINITY);
-    of[1] = max_nan(of[1], is_first ? v.y * scale[0] : -INFINITY);
-    of[0] = max_nan(of[0], is_second ? v.z * scale[1] : -INFINITY);
-    of[1] = max_nan(of[1], is_second ? v.w * scale[1] : -INFINITY);
+  __device__ __forceinline__ void keep(float4 v, const float* scale, int tile, float* most,
+                                       int n_rows) const {
+    const bool is_first = row(tile, 0) < n_rows, is_second = row(tile, 1) < n_rows;
+    most[0] = max_nan(most[0], is_first ? v.x * scale[0] : -INFINITY);
+    most[1] = max_nan(most[1], is_first ? v.y * scale[0] : -INFINITY);
+    most[0] = max_nan(most[0], is_second ? v.z * scale[1] : -INFINITY);
+    most[1] = max_nan(most[1], is_second ? v.w * scale[1] : -INFINITY);
   }
 
   // At a document's end: for the warp that adds up tokens.
   __device__ __forceinline__ void store(float* to) {
-#pragma unroll
-    for (int by = 4; by < kWarp; by *= 2)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) of[i] = max_nan(of[i], __shfl_xor_sync(kAll, of[i], by));
-    const int piece = n_warps == kWarpsMax ? warp / 2 : warp;
+    const int piece = n_warps == 2 ? 2 * warp : n_warps == kWarpsMax ? warp / 2 : warp;
     const int half = n_warps == kWarpsMax ? warp % 2 : 0;
-    if (lane < 4) {
-      to[half * kTokens + piece * 8 + 2 * lane] = of[0];
-      to[half * kTokens + piece * 8 + 2 * lane + 1] = of[1];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == 1 && n_warps != 2) break;
+#pragma unroll
+      for (int by = 4; by < kWarp; by *= 2)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          of[i][j] = max_nan(of[i][j], __shfl_xor_sync(kAll, of[i][j], by));
+      if (lane < 4)
+        *reinterpret_cast<float2*>(to + half * kTokens + (piece + i) * 8 + 2 * lane) =
+            make_float2(of[i][0], of[i][1]);
     }
     begin();
   }
@@ -408,7 +403,7 @@ struct Largest {
 // at a time.
 template <typename S>
 __device__ __forceinline__ float score_with_care(const Arguments& a, const float* query, int d,
-                                              int64_t doc, int lane) {
+                                                 int64_t doc, int lane) {
   float largest = -INFINITY;
   const bool is_query = lane < a.n_query;
   const float* const values = query + (is_query ? lane : 0) * d;
@@ -531,16 +526,16 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
 
 }  // namespace
 
-// Kernels by format, and values of a row that a warp has. A block has 4 or 8 warps, and shared
-// memory for its ring and for shares of products, of one tile or two.
-#define MAXSIM(NAME, FORMAT, SLICE)                                                             \
-  extern "C" __global__ void __launch_bounds__(256, 1) espnx_maxsim_##NAME##_slices_##SLICE(    \
-      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count,   \
-      float* score, uint32_t* claimed, int64_t n_docs, uint32_t n_queries, uint32_t n_query,    \
-      uint32_t d, uint32_t stages, uint32_t buffers) {                                          \
-    maxsim<FORMAT, SLICE>(                                                                      \
-        {query, buffer, offset, count, score, claimed, n_docs, int(n_queries), int(n_query)},   \
-        int(d), int(stages), int(buffers));                                                     \
+// Kernels by format, and values of a row that a warp has. A block has 2, 4 or 8 warps, and
+// shared memory for its ring and for shares of products, of one tile or two.
+#define MAXSIM(NAME, FORMAT, SLICE)                                                           \
+  extern "C" __global__ void __launch_bounds__(256, 1) espnx_maxsim_##NAME##_slices_##SLICE(  \
+      const float* query, const uint8_t* buffer, const int64_t* offset, const int64_t* count, \
+      float* score, uint32_t* claimed, int64_t n_docs, uint32_t n_queries, uint32_t n_query,  \
+      uint32_t d, uint32_t stages, uint32_t buffers) {                                        \
+    maxsim<FORMAT, SLICE>(                                                                    \
+        {query, buffer, offset, count, score, claimed, n_docs, int(n_queries), int(n_query)}, \
+        int(d), int(stages), int(buffers));                                                   \
   }
 
 MAXSIM(fp16, kFp16, 64)
@@ -549,6 +544,5 @@ MAXSIM(fp16, kFp16, 128)
 MAXSIM(bf16, kBf16, 64)
 MAXSIM(bf16, kBf16, 96)
 MAXSIM(bf16, kBf16, 128)
-MAXSIM(int8, kInt8, 64)
 MAXSIM(int8, kInt8, 96)
 MAXSIM(int8, kInt8, 128)

@@ -365,6 +365,8 @@ VARIANTS = (
     scoring("bit1", 128, has_bar=True),
     scoring("fp32", 128, has_bar=True),
     scoring("fp16", 384),
+    scoring("bf16", 384),
+    scoring("int8", 384),
     scoring("residual1", 128),
     scoring("residual4", 128),
     scoring("fp16", 24, 1, align_bytes=2),

@@ -1,5 +1,5 @@
-"""``csrc/cuda/maxsim.cu``, ``maxsim_residual.cu`` and, for long rows, ``maxsim_slices.cu``: which rows
-and queries they have kernels for, and their launch."""
+"""Kernels of MaxSim in ``csrc/cuda``: ``maxsim.cu``, ``maxsim_residual.cu`` and, of long rows,
+``maxsim_slices.cu``. Which rows and queries they take, and their launch."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ _SLICED_TILE_ROWS = 32
 #: Up to how many values of a row: those that a warp has, and warps of a block. A multiprocessor's
 #: registers hold eight such warps.
 _SLICES = ((256, 64, 4), (384, 96, 4), (512, 128, 4), (768, 96, 8), (SLICED_DIM_MAX, 128, 8))
+#: Of int8 rows, whose rings are half as long: fewer warps have less to exchange.
+_SLICES_OF_INT8 = ((192, 96, 2), (256, 128, 2), *_SLICES[1:])
 _RESIDENT_WARPS = 8
 #: Stages of a ring, and tiles whose products warps exchange: of one there is a barrier more.
 _DEPTHS = ((4, 2), (3, 2), (3, 1), (2, 2), (2, 1))
@@ -99,8 +101,8 @@ class Sliced(NamedTuple):
 def sliced(fmt: str, d: int, shared_bytes: int = _SHARED_BYTES) -> Sliced | None:
     """How long rows are scored; None: by no kernel of these.
 
-    fp16 rows of 192 to 384 values, in whole pieces of 64, are Triton's: it loads them ahead, and
-    reached .87 of what an H200 allows.
+    fp16 rows of 192 to 384 values, a multiple of 64, are Triton's: it has room to load them ahead,
+    and reached .87 of what an H200 allows (docs/measured/kernels.md).
 
     Args:
         shared_bytes: shared memory of a multiprocessor.
@@ -109,11 +111,14 @@ def sliced(fmt: str, d: int, shared_bytes: int = _SHARED_BYTES) -> Sliced | None
         return None
     if fmt == "fp16" and d <= 384 and d % 64 == 0:
         return None
-    _, slice_dims, warps = next(each for each in _SLICES if d <= each[0])
+    slices = _SLICES_OF_INT8 if fmt == "int8" else _SLICES
+    _, slice_dims, warps = next(each for each in slices if d <= each[0])
     row_bytes = token_format(fmt).token_row_bytes(d)
     stage_bytes = _SLICED_TILE_ROWS * (row_bytes if fmt == "int8" else 2 * warps * slice_dims)
-    third_bytes = (fmt == "bf16") * warps * (slice_dims // 16) * (QUERY_TOKENS_MAX // 8) * _PART_BYTES
-    known_bytes = third_bytes + _NOTE_BYTES + warps // 4 * _LARGEST_BYTES
+    third_bytes = (
+        (fmt == "bf16") * warps * (slice_dims // 16) * (QUERY_TOKENS_MAX // 8) * _PART_BYTES
+    )
+    known_bytes = third_bytes + _NOTE_BYTES + (2 if warps == 8 else 1) * _LARGEST_BYTES
     depths = _DEPTHS_OF_FLAT if fmt == "int8" else _DEPTHS
     sizes = {
         depth: depth[0] * stage_bytes + depth[1] * warps * _SHARE_BYTES + known_bytes
@@ -162,13 +167,9 @@ def is_compiled(fmt: str, d: int, n_query_tokens: int, device: torch.device) -> 
     if n_query_tokens > QUERY_TOKENS_MAX:
         return False
     if (fmt, d) in RINGS:
-        return device_code.is_there(
-            source_of(fmt), name_of(fmt, d), device, shared_bytes(fmt, d)
-        )
+        return device_code.is_there(source_of(fmt), name_of(fmt, d), device, shared_bytes(fmt, d))
     plan = sliced(fmt, d, _shared_bytes_of(device))
-    return plan is not None and device_code.is_there(
-        SLICED, plan.kernel, device, plan.shared_bytes
-    )
+    return plan is not None and device_code.is_there(SLICED, plan.kernel, device, plan.shared_bytes)
 
 
 def _shared_bytes_of(device: torch.device) -> int:
