@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -73,6 +74,7 @@ class Loop(NamedTuple):
         return self != other and self.begin <= other.begin and other.end <= self.end
 
 
+@functools.lru_cache(maxsize=16)  # modules of several kernels are asked for once
 def tool(name: str, *options: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
