@@ -112,6 +112,22 @@ def test_bit_for_bit_where_fp32_is_exact(fmt: str, d: int) -> None:
 
 @needs_nvcc
 @pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("fmt", "d"), [("bf16", 136), ("fp16", 520)])
+def test_a_query_that_16_bits_would_round_away_is_kept(fmt: str, d: int) -> None:
+    """Values of 22 bits, in every warp's slice: no part is lost. (The bound of many values is wider
+    than the third part.)"""
+    query = torch.zeros(4, d)
+    document = torch.zeros(33, d)
+    for token, column in enumerate((0, 71, d // 2 + 3, d - 2)):
+        query[token, column] = (1 + 2.0**-11 + 2.0**-21) * (1.0, 2.0**-30, 2.0**40, 1.0)[token]
+        document[token * 9, column] = 1.0
+    records = scatter([document], fmt, align_bytes=16)
+    for token in query.split(1):
+        assert torch.equal(maxsim_cuda(token, *records.args), token.max()[None])
+
+
+@needs_nvcc
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("depth", by_warps._DEPTHS)
 @pytest.mark.parametrize("fmt", some(["bf16", "int8"], 2))
 def test_rings_of_every_depth(monkeypatch: pytest.MonkeyPatch, depth: Any, fmt: str) -> None:
