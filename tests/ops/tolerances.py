@@ -32,8 +32,9 @@ value where the second part is below fp16's normal range. bf16 rows are multipli
 query in three bf16 parts: off by less than ``2^-21`` of each value. Products with the further parts
 are summed apart, or before the others: their sums, and so what is rounded off them, are a 2^11th or
 a 2^8th of the others'. That adds one rounding, or two.
-Long rows by slices (csrc/cuda): each of 2 to 8 warps sums 64, 96 or 128 values, which are fewer than
-d by 4 at least; the further parts apart, which are added once, then up to three more additions.
+Of long rows by slices (csrc/cuda) each of 2 to 8 warps sums 64, 96 or 128 values, at least 4 fewer
+than d, and products with the further parts apart; these are added once, and warps' sums by up to
+three additions more.
 
 Residual rows by warps on tensor cores (csrc/cuda) are allowed 4 roundings more than in fp32,
 ``gamma(1.5 d + Lq + 8)`` of B with ``u = 2^-24``. A value is the same fp32 sum as elsewhere. It and

@@ -173,7 +173,7 @@ def is_compiled(fmt: str, d: int, n_query_tokens: int, device: torch.device) -> 
 
 
 def _shared_bytes_of(device: torch.device) -> int:
-    """Of a multiprocessor."""
+    """Shared memory of a multiprocessor."""
     if device.type != "cuda":
         return _SHARED_BYTES
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
