@@ -190,7 +190,8 @@ struct Held {
           float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
           if (token < n_query) values(query + token * d, d, warp * kSteps + step, lane, v);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) v[j] *= S::kFormat == kBf16 ? 1.0f : powers[token].x;
+          for (int j = 0; j < 4; ++j)
+            v[j] = S::kFormat == kBf16 ? v[j] : v[j] * powers[token].x * kLift;
 #pragma unroll
           for (int part = 0; part < S::kParts; ++part) {
             const uint2 both = make_uint2(part_of<S::kFormat>(v[0], v[1], part),
@@ -226,8 +227,8 @@ struct Held {
   }
 };
 
-// Of every token of the query what brings its values to below 2^14, and what products are to be
-// multiplied by then. Warps share the tokens.
+// Of every token of the query what brings its values to below 2 (its parts are of 2^13 times as
+// much), and what products are to be multiplied by then. Warps share the tokens.
 __device__ __forceinline__ void find_powers(const float* query, int n_query, int d, float2* powers,
                                             int warp, int n_warps, int lane) {
 #pragma unroll 1
@@ -241,7 +242,7 @@ __device__ __forceinline__ void find_powers(const float* query, int n_query, int
     for (int by = kWarp / 2; by; by /= 2) peak = fmaxf(peak, __shfl_xor_sync(kAll, peak, by));
     const uint32_t exponent = min(max(__float_as_uint(peak) >> 23, 1u), 253u);
     if (lane == 0)
-      powers[token] = make_float2(__uint_as_float((254u - exponent) << 23) * kLift,
+      powers[token] = make_float2(__uint_as_float((254u - exponent) << 23),
                                   __uint_as_float(exponent << 23) * (1.0f / kLift));
   }
 }

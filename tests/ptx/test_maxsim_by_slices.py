@@ -222,16 +222,21 @@ def test_what_the_launcher_refuses_would_be_a_fault(
 
 
 @needs_nvcc
-def test_what_is_made_once_more_is_rare(few: Launcher) -> None:
-    """Or every result would be right, and slow."""
-    records = scatter([normals(9, 136, seed=n) for n in range(3)], "bf16", align_bytes=16)
-    query, n_steps = normals(8, 136, seed=9), []
-    for value in (1.0, torch.inf):
+@pytest.mark.parametrize("fmt", ["bf16", "int8"])
+def test_what_is_made_once_more_is_rare(few: Launcher, fmt: str) -> None:
+    """Or every result would be right, and slow: also with tokens of zeros, and tiny ones."""
+    records = scatter([normals(9, 136, seed=n) for n in range(3)], fmt, align_bytes=16)
+    plain = normals(8, 136, seed=9)
+    small = plain.clone()
+    small[3], small[5] = 0.0, 1e-40 * plain[5]
+    n_steps = []
+    for value, query in ((1.0, plain), (1.0, small), (torch.inf, plain)):
         spoiled(records, 1, 3, 5, value, 136)
         before = few.n_steps
         maxsim_cuda(query, *records.args)
         n_steps.append(few.n_steps - before)
-    assert n_steps[0] < 0.5 * n_steps[1]
+    assert abs(n_steps[1] - n_steps[0]) < 0.05 * n_steps[0]
+    assert n_steps[2] > 1.5 * n_steps[0]
 
 
 def test_launches_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
