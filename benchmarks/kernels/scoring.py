@@ -18,13 +18,16 @@ from .timing import Call
 COMPILED = "torch-compile"
 FLASH, LATE = "flash-maxsim", "late-interaction-kernels"
 _MODE = "max-autotune-no-cudagraphs"
+_LONG = ("fp16", "bf16", "int8")  # formats of rows of more than 128 values
 
 
 def points() -> list[Point]:
     shapes = [
         *(Shape(fmt, 128, False) for fmt in ("fp16", "bf16", "int8", "bit1", "residual2", "fp32")),
         *(Shape(fmt, 128, True) for fmt in ("fp16", "bf16", "int8", "bit1", "residual2", "fp32")),
-        *(Shape(fmt, 384, False) for fmt in ("fp16", "bf16", "int8")),
+        *(Shape(fmt, 384, is_ragged) for is_ragged in (False, True) for fmt in _LONG),
+        *(Shape(fmt, 768, False) for fmt in ("bf16", "int8")),
+        Shape("int8", 48, False),
     ]
     return [_point(shape) for shape in shapes]
 

@@ -130,29 +130,17 @@ __device__ __forceinline__ uint32_t part_of(float value, int part) {
 
 // A warp has kSliceOf values of all rows, and a block kPiecesOf times 8 queries.
 template <bool kIsBf16, int kPiecesOf, int kSliceOf>
-struct Shape {
+struct Shape : SliceLayout<kSliceOf> {
   static constexpr bool kBf16 = kIsBf16;
   static constexpr int kPieces = kPiecesOf, kSlice = kSliceOf;
   static constexpr int kParts = kBf16 ? 3 : 2;
   static constexpr int kQueries = 8 * kPieces;
   static constexpr int kScoreFloats = kQueries * kScorePitch;  // of a warp's share
   static constexpr int kSteps = kSlice / 16;
-  static constexpr int kPitch = kSlice * 2, kSliceBytes = kRows * kPitch;
-  static_assert(kSlice == 64 || kSlice == 96 || kSlice == 128);
+  static constexpr int kSliceBytes = kRows * SliceLayout<kSlice>::kPitch;
 
   static constexpr int kHeld = 2;  // parts of the queries in registers, the third in shared memory
   static constexpr int kSharedBytes = (kParts - kHeld) * kSteps * kPieces * kWarp * 8;  // of a warp
-
-  // Where 16 bytes of a row lie: permuted, so that those of eight rows are in different banks.
-  __device__ __forceinline__ static int place_of(int row, int piece) {
-    return row * kPitch + (piece ^ (kSlice == 96 ? row >> 1 & 3 : row & 7)) * 16;
-  }
-  // From the place of a row's first 32 bytes, or of their second half, so many times 32 further;
-  // places in rings are multiples of 128.
-  __device__ __forceinline__ static uint32_t further(uint32_t place, int by) {
-    constexpr int kPermuted = kSlice == 96 ? 2 : 4;  // so many times 32 bytes
-    return (place ^ by % kPermuted * 32) + by / kPermuted * kPermuted * 32;
-  }
 };
 
 // A block's work: some queries of a head, and some of its rows.

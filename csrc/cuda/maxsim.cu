@@ -194,7 +194,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
   int4* const all_meta = reinterpret_cast<int4*>(memory + n_warps * kStages * S::kStageBytes);
   int4* const meta = all_meta + warp * kStages;
   const int64_t n_blocks = gridDim.x / a.n_queries;  // of this query; few documents meet in none
-  Stream<S> stream{a, lane, ring, meta, a.claimed + which, score, n_blocks * n_warps};
+  Stream<S> stream{{a, lane, a.claimed + which, score, n_blocks * n_warps}, ring, meta};
   stream.begin(warp * n_blocks + blockIdx.x / a.n_queries);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) stream.produce(stage);
@@ -241,12 +241,21 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
         {query, buffer, offset, count, score, claimed, n_docs, int(n_queries), int(n_query)}); \
   }
 
+MAXSIM(fp16_32, kFp16, 32, 2, 4)
+MAXSIM(fp16_48, kFp16, 48, 2, 4)
 MAXSIM(fp16_64, kFp16, 64, 1, 6)
+MAXSIM(fp16_80, kFp16, 80, 1, 4)
 MAXSIM(fp16_96, kFp16, 96, 1, 4)
+MAXSIM(fp16_112, kFp16, 112, 1, 4)
 MAXSIM(fp16_128, kFp16, 128, 1, 4)
+MAXSIM(bf16_32, kBf16, 32, 2, 4)
+MAXSIM(bf16_48, kBf16, 48, 2, 4)
 MAXSIM(bf16_64, kBf16, 64, 1, 6)
+MAXSIM(bf16_80, kBf16, 80, 1, 4)
 MAXSIM(bf16_96, kBf16, 96, 1, 4)
+MAXSIM(bf16_112, kBf16, 112, 1, 4)
 MAXSIM(bf16_128, kBf16, 128, 1, 4)
+MAXSIM(int8_32, kInt8, 32, 4, 5)
 MAXSIM(int8_64, kInt8, 64, 4, 4)
 MAXSIM(int8_96, kInt8, 96, 2, 5)
 MAXSIM(int8_128, kInt8, 128, 2, 4)

@@ -73,6 +73,17 @@ __device__ __forceinline__ uint32_t fp16_of(float x, float y) {
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 
+// The first and the third of a word's four int8 in fp16, by their bits: 1024 + n is 0x6400 + n, and
+// 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
+__device__ __forceinline__ uint32_t codes_of(uint32_t word) {
+  uint32_t both;
+  asm("{ .reg .b32 %%code<1>; mov.b32 %%code0, 0x64806480;"
+      " lop3.b32 %0, %1, 0x00ff00ff, %%code0, 0x6a; sub.f16x2 %0, %0, %%code0; }"
+      : "=r"(both)
+      : "r"(word));
+  return both;
+}
+
 // fp32 in three parts of bf16: its leading bits, those of what they miss, and so on.
 __device__ __forceinline__ uint32_t third_of(float value, int part) {
   const uint32_t bits = __float_as_uint(value);
@@ -90,13 +101,10 @@ __device__ __forceinline__ uint32_t part_of(float x, float y, int part) {
   return part == 0 ? high : fp16_of(x - fp32_of(high), y - fp32_of(high >> 16));
 }
 
-// What a warp loads: documents as it claims them, tile by tile.
-template <typename S>
-struct Stream {
+// Documents as a worker claims them, one after another, all lanes of a warp together.
+struct Documents {
   const Arguments& a;
   int lane;
-  uint32_t ring;  // of stages
-  int4* meta;     // of each stage: document (-1: the end), rows, whether they are its last
   uint32_t* claimed;
   float* score;
   int64_t workers;
@@ -130,6 +138,13 @@ struct Stream {
     look_up();
     turn();
   }
+};
+
+// What a warp loads: its documents, tile by tile.
+template <typename S>
+struct Stream : Documents {
+  uint32_t ring;  // of stages
+  int4* meta;     // of each stage: document (-1: the end), rows, whether they are its last
 
   __device__ __forceinline__ void load_tile(uint32_t to, int rows) {
     if constexpr (S::kFlat) {

@@ -330,7 +330,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a, const Codebook& book)
                                              n_warps * kStages * S::kStageBytes) +
                      warp * kStages;
   const int64_t n_blocks = gridDim.x / a.n_queries;  // of this query; few documents meet in none
-  Stream<S> stream{a, lane, ring, meta, a.claimed + which, score, n_blocks * n_warps};
+  Stream<S> stream{{a, lane, a.claimed + which, score, n_blocks * n_warps}, ring, meta};
   stream.begin(warp * n_blocks + blockIdx.x / a.n_queries);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 2; ++stage) stream.produce(stage);

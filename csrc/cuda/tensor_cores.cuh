@@ -1,5 +1,5 @@
-// Instructions that kernels of csrc/cuda share: copies into shared memory that are waited for
-// later, operands of tensor cores, and products.
+// What kernels of csrc/cuda share: copies into shared memory that are waited for later, operands of
+// tensor cores, products, and how a warp's values of rows lie in its ring.
 #pragma once
 
 #include <cstdint>
@@ -49,5 +49,23 @@ __device__ __forceinline__ float fp32_of(uint32_t half) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
   return value;
 }
+
+// Where kSlice values of 16 bits of each row lie, which one warp has of it.
+template <int kSlice>
+struct SliceLayout {
+  static constexpr int kPitch = kSlice * 2;
+  static_assert(kSlice == 64 || kSlice == 96 || kSlice == 128);
+
+  // 16 bytes of a row: permuted, so that those of eight rows are in different banks.
+  __device__ __forceinline__ static int place_of(int row, int piece) {
+    return row * kPitch + (piece ^ (kSlice == 96 ? row >> 1 & 3 : row & 7)) * 16;
+  }
+  // From the place of a row's first 32 bytes, or of their second half, so many times 32 further;
+  // places in rings are multiples of 128.
+  __device__ __forceinline__ static uint32_t further(uint32_t place, int by) {
+    constexpr int kPermuted = kSlice == 96 ? 2 : 4;  // so many times 32 bytes
+    return (place ^ by % kPermuted * 32) + by / kPermuted * kPermuted * 32;
+  }
+};
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -76,6 +77,7 @@ class Loop(NamedTuple):
         return self != other and self.begin <= other.begin and other.end <= self.end
 
 
+@functools.lru_cache(maxsize=16)  # modules of several kernels are asked for once
 def tool(name: str, *options: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -278,7 +280,11 @@ def analysed(variant: Any, capability: int) -> dict[str, Any]:
     found = resources(kernel)
     cubin, entry = kernel.asm["cubin"], getattr(kernel, "entry", "")
     text = of_kernel(cubin, entry) if entry else tool("nvdisasm", "-c", cubin=cubin)
-    has_ring = variant.tiles_ahead > 1 or isinstance(variant.inner_trips, tuple)
+    has_ring = (
+        variant.tiles_ahead > 1
+        or isinstance(variant.inner_trips, tuple)
+        or getattr(variant, "has_ring", False)
+    )
     loop = main_loop(text, variant.inner_trips, found["threads"], has_ring=has_ring)
     return {
         "variant": variant.name,

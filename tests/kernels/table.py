@@ -48,7 +48,10 @@ RAN: dict[str, dict[str, Any]] = {
     },
     **{
         f"maxsim {fmt} d {d} 32 query tokens": {"part": "maxsim", "format": fmt, "d": d}
-        for fmt, d in (("fp16", 384), ("fp32", 128), ("residual2", 128))
+        for fmt, d in (
+            *((fmt, 384) for fmt in ("fp16", "bf16", "int8")),
+            *(("fp32", 128), ("residual2", 128)),
+        )
     },
     "crc32c by warps": {"part": "crc32c", "system": "espnx"},
     "crc32c of words": {"part": "crc32c", "system": "espnx-triton"},

@@ -30,8 +30,13 @@ MISSED_ON = {
     "maxsim bit1 d 128 32 query tokens": {"H100", "H200"},
     "maxsim fp32 d 128 32 query tokens": {"H100", "H200"},
     "maxsim bit1 d 128 by warps": {"H100", "H200"},
-    **{f"maxsim bf16 d {d} by warps": {"H200"} for d in (64, 96, 128)},
+    **{f"maxsim bf16 d {d} by warps": {"H200"} for d in (32, 48, 64, 80, 96, 112, 128)},
     **{f"maxsim int8 d {d} by warps": {"H200"} for d in (96, 128)},
+    **{
+        f"maxsim {fmt} d {d} by slices": {"H200"}
+        for fmt in ("bf16", "int8")
+        for d in (256, 384, 512, 768, 1024)
+    },
 }
 LOOPS = """
         /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;

@@ -100,7 +100,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class DeviceVariant:
-    """A kernel of csrc/cuda; attributes as `Variant`'s."""
+    """A kernel of csrc/cuda; attributes as `Variant`'s.
+
+    Attributes:
+        has_ring: also if it is of two stages, so that one tile alone is under way.
+    """
 
     name: str
     source: str
@@ -111,6 +115,7 @@ class DeviceVariant:
     inner_trips: int | tuple[int, ...] = 0
     has_bar: bool = True
     tiles_ahead: int = 1
+    has_ring: bool = False
 
     def compile(self, capability: int) -> Any:
         """What stands for it as Triton's compiled kernels do."""
@@ -227,6 +232,22 @@ def scoring_by_warps(fmt: str, d: int) -> DeviceVariant:
     )
 
 
+def scoring_by_slices(fmt: str, d: int) -> DeviceVariant:
+    """A kernel of MaxSim over long rows in csrc/cuda."""
+    plan = by_warps.sliced(fmt, d)
+    assert plan is not None
+    return DeviceVariant(
+        f"maxsim {fmt} d {d} by slices",
+        by_warps.SLICED,
+        plan.kernel,
+        32 * plan.warps,
+        32 * token_format(fmt).token_row_bytes(d),
+        plan.shared_bytes,
+        tiles_ahead=plan.stages - 1,
+        has_ring=True,
+    )
+
+
 def attending_by_slices(
     fmt: str, d: int, dv: int = 0, n_queries: int = 16, *, has_bar: bool = True
 ) -> DeviceVariant:
@@ -277,6 +298,8 @@ DEVICE_VARIANTS = (
         "crc32c by warps", "crc32c", "espnx_crc32c", THREADS, THREADS * 2 * 16, SHARED_BYTES
     ),
     *(scoring_by_warps(fmt, d) for fmt, d in by_warps.RINGS),
+    *(scoring_by_slices(fmt, d) for d in (256, 384) for fmt in ("bf16", "int8")),
+    *(scoring_by_slices(fmt, d) for d in (512, 768, 1024) for fmt in by_warps.SLICED_FORMATS),
     *(attending_by_slices(fmt, d) for fmt in by_slices.FORMATS for d in (256, 576, 1024)),
     *(attending_by_slices(fmt, 256, 256, 8) for fmt in by_slices.FORMATS),
 )
@@ -342,6 +365,8 @@ VARIANTS = (
     scoring("bit1", 128, has_bar=True),
     scoring("fp32", 128, has_bar=True),
     scoring("fp16", 384),
+    scoring("bf16", 384),
+    scoring("int8", 384),
     scoring("residual1", 128),
     scoring("residual4", 128),
     scoring("fp16", 24, 1, align_bytes=2),

@@ -33,6 +33,9 @@ COUNTS = (0, 1, 63, 300, 64, 2)
 # that hold small integers exactly
 # whose kernels of csrc/cuda there are
 RESIDUAL = [each for each in by_warps.RINGS if each[0].startswith("residual")]
+#: Long rows: every kernel of theirs, filled, and with warps that have less.
+SLICED = [(fmt, d) for fmt in ("bf16", "int8") for d in (136, 256, 384, 264, 512, 768, 520, 1024)]
+SLICED += [("fp16", d) for d in (136, 264, 512, 768, 1024)]
 FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16"])
 EVERY_FORMAT = pytest.mark.parametrize(
     "fmt", ["fp16", "fp32", "bf16", "int8", "bit1", "residual1", "residual2", "residual4"]
@@ -132,8 +135,11 @@ def scored(query: torch.Tensor, documents: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("fmt", "d"),
-    [each for each in by_warps.RINGS if each[0] in ("fp32", "fp16", "bf16", "int8")]
-    + [("fp16", 384)],
+    [
+        *(each for each in by_warps.RINGS if each[0] in ("fp32", "fp16", "bf16", "int8")),
+        *SLICED,
+        ("fp16", 384),
+    ],
 )
 def test_both_versions_of_maxsim_bit_for_bit(fmt: str, d: int) -> None:
     """More documents than warps hold at once, of very different lengths, by two streams at a time,
@@ -194,7 +200,7 @@ def test_residual_rows_of_many_documents(fmt: str, d: int) -> None:
 def test_every_kernel_of_csrc_cuda_is_there() -> None:
     """Else the tests beside this one would pass by other versions. Fails without nvcc."""
     there = torch.device("cuda", torch.cuda.current_device())
-    for fmt, d in by_warps.RINGS:
+    for fmt, d in [*by_warps.RINGS, *SLICED]:
         assert by_warps.is_compiled(fmt, d, 32, there), (fmt, d)
     for fmt in by_slices.FORMATS:
         for d in (256, 576):
@@ -206,7 +212,7 @@ def test_every_kernel_of_csrc_cuda_is_there() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "int8", "fp32"])
-@pytest.mark.parametrize("d", [64, 128, 384])
+@pytest.mark.parametrize("d", [64, 128, 384, 512])
 def test_maxsim_of_what_is_not_finite(fmt: str, d: int) -> None:
     documents = [integers(n, d, seed=n).abs() + 1 for n in (70, 1, 17, 200, 33)]
     records = scatter(documents, fmt, align_bytes=16)

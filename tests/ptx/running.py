@@ -1,8 +1,8 @@
 """A kernel executed block after block, all threads of a block in lock step.
 
 Where threads part, those at the lowest instruction go on until they meet others, and before what
-they are to do together (`TOGETHER`) they wait for those that can still come; if one does not, it is
-a fault.
+they are to do together (`TOGETHER`) they wait for those that can still come; at a barrier of the
+block also for warps that do something together before it. If one does not come, it is a fault.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Executable:
         self.granule_bytes = self.program.shared_granule_bytes
         self.slots = Slots(self.program)
         self.steps = [_step(each, self.slots) for each in self.program.instructions]
+        #: What threads wait for each other at: instructions of warps, of the block, and the end.
         self.together = {
-            number
+            number: 2 if each.opcode == "bar.sync" else 1
             for number, each in enumerate(self.program.instructions)
             if each.parts[0] in TOGETHER
-        } | {len(self.steps)}  # the end
+        } | {len(self.steps): 3}
 
     def changed(self, line: int, text: str) -> Executable:
         """This program with another text in one of its lines, which holds an instruction; an empty
@@ -130,13 +131,13 @@ class Executable:
                 raise Fault("endless", f"block {block.number} takes more than {STEPS_MAX} steps")
 
 
-def _next_fragment(block: Block, at: int, together: set[int]) -> int:
+def _next_fragment(block: Block, at: int, together: dict[int, int]) -> int:
     """Of the threads that have parted, those at the lowest instruction go on that is not done
-    together, if there are any; those at the same one go on together."""
+    together, if there are any, else one of a warp; those at the same one go on together."""
     assert block.active is not None
     before = block.fragments.get(at)
     block.fragments[at] = block.active if before is None else block.active | before
-    lowest = min(block.fragments, key=lambda each: (each in together, each))
+    lowest = min(block.fragments, key=lambda each: (together.get(each, 0), each))
     active = block.fragments.pop(lowest)
     block.active = None if active.all() else active
     return lowest

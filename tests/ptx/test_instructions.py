@@ -373,6 +373,24 @@ $L__end:
     assert run(body, range(N)).tolist() == expected
 
 
+def test_blocks_wait_for_warps_that_do_something_before() -> None:
+    """A barrier may stand before what some warps do together until they reach it."""
+    body = """
+setp.lt.u32 %p1, %r1, 32;
+mov.b32 %r6, %r5;
+@%p1 bra $L__first;
+$L__met:
+bar.sync 0;
+mov.b32 %r9, %r6;
+bra.uni $L__end;
+$L__first:
+shfl.sync.bfly.b32 %r6, %r5, 1, 31, -1;
+bra.uni $L__met;
+$L__end:
+"""
+    assert run(body, range(N)).tolist() == [i ^ 1 if i < 32 else i for i in range(N)]
+
+
 def test_counters() -> None:
     """Threads count one after another, up to a most; nobody reads or writes a counter in another
     way."""

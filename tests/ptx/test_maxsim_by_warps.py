@@ -405,13 +405,16 @@ def test_triton_has_the_rest(
 
     launcher = device_code()
     monkeypatch.setattr(cuda, "load_kernel", uses_triton)
-    documents = {d: [normals(3, d), normals(1, d)] for d in (64, 80, 128, 256)}
+    documents = {d: [normals(3, d), normals(1, d)] for d in (64, 72, 80, 128, 256, 1032)}
     for fmt, d, n_query_tokens, before in (
         ("fp32", 80, 32, 0),
         ("fp32", 128, 33, 0),
         ("fp32", 64, 32, 4),
-        ("fp16", 80, 32, 0),
-        ("bf16", 256, 32, 0),
+        ("fp16", 72, 32, 0),
+        ("fp16", 256, 32, 0),
+        ("bf16", 1032, 32, 0),
+        ("bf16", 256, 33, 0),
+        ("int8", 80, 32, 0),
         ("bit1", 64, 32, 0),
         ("residual2", 80, 32, 0),
         ("fp16", 128, 33, 0),
