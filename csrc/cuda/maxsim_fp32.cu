@@ -144,7 +144,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, uint32_t stage, const 
       whole = first == 0 ? sum[i / 4][i % 4] : whole + sum[i / 4][i % 4];
     }
   }
-  if (n_rows < S::kRows) best.mask(product, 0, n_rows);
+  if (n_rows < S::kRows) best.mask(product, lane / 4, lane / 4 + 8, n_rows);
   best.take(product, rows.inverse);
 }
 
@@ -162,7 +162,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
   int4* const meta =
       reinterpret_cast<int4*>(memory + n_warps * kStages * S::kStageBytes) + warp * kStages;
   const int64_t n_blocks = gridDim.x / a.n_queries;  // of this query; few documents meet in none
-  Stream<S> stream{a, lane, ring, meta, a.claimed + which, score, n_blocks * n_warps};
+  Stream<S> stream{{a, lane, a.claimed + which, score, n_blocks * n_warps}, ring, meta};
   stream.begin(warp * n_blocks + blockIdx.x / a.n_queries);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) stream.produce(stage);

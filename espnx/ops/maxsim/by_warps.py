@@ -1,5 +1,5 @@
-"""Kernels of MaxSim in ``csrc/cuda``: ``maxsim.cu``, ``maxsim_fp32.cu``, ``maxsim_residual.cu`` and,
-of long rows, ``maxsim_slices.cu``. Which rows and queries they take, and their launch."""
+"""Kernels of MaxSim in ``csrc/cuda``: ``maxsim.cu``, ``maxsim_fp32.cu``, ``maxsim_residual.cu``
+and, of long rows, ``maxsim_slices.cu``. Which rows and queries they take, and their launch."""
 
 from __future__ import annotations
 
