@@ -82,8 +82,12 @@ def built(name: str, kind: str, capability: int) -> bytes | None:
 @functools.cache
 def compiled(name: str, kind: str = "ptx", capability: int = 90) -> bytes:
     """What nvcc makes of csrc/cuda/<name>.cu: PTX, or a cubin."""
-    if (found := built(name, kind, capability)) is not None:
-        return found
+    found = built(name, kind, capability)
+    return by_nvcc(name, kind, capability) if found is None else found
+
+
+def by_nvcc(name: str, kind: str, capability: int) -> bytes:
+    """The same, compiled here unless it once was."""
     command = [str(nvcc()), "-std=c++17", "-O3", f"-arch=sm_{capability}", f"-{kind}"]
     source = SOURCES / f"{name}.cu"
     digest = hashlib.sha256("\0".join([nvcc_release(), *command[1:]]).encode())
