@@ -14,6 +14,7 @@ import torch
 from espnx.ops import maxsim_reference, token_format
 from espnx.ops.maxsim import by_warps, cuda
 from espnx.ops.maxsim.by_warps import sliced
+from espnx.ops.maxsim.checks import RecordsFound
 from espnx.ops.maxsim.cuda import maxsim_cuda
 from tests.ops.records import Records, integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
@@ -213,8 +214,8 @@ def test_what_the_launcher_refuses_would_be_a_fault(
     """Not a byte is read outside the buffer, nor at another address than at multiples of 16."""
     records = scatter([normals(33, d)], fmt, align_bytes=16)
     query = normals(17, d, seed=9)
-    monkeypatch.setattr(cuda, "check_aligned", lambda *args: True)
-    monkeypatch.setattr(cuda, "check_inside", lambda *args: None)
+    monkeypatch.setattr(cuda, "look_inside", lambda *args: RecordsFound(16, 33))
+    monkeypatch.setattr(cuda, "is_aligned", lambda *args: True)
     with pytest.raises(Fault, match="misaligned"):
         maxsim_cuda(query, records.buffer, records.offset_bytes - 4, records.n_tokens, fmt)
     with pytest.raises(Fault, match=r"bytes at byte .* of argument 1"):
