@@ -249,7 +249,9 @@ struct Query {
         peak = fmaxf(peak, __shfl_xor_sync(kAll, peak, 2));
         const uint32_t exponent = min(max(__float_as_uint(peak) >> 23, 1u), 253u);
         down = __uint_as_float((254u - exponent) << 23);
-        const float up = __uint_as_float(exponent << 23) * (1.0f / kLift);
+        float up = __uint_as_float(exponent << 23) * (1.0f / kLift);
+        // Of a token of zeros nothing is lost, which those ask that bound it.
+        if ((kFormat == kFp32 || kFormat == kResidual) && peak == 0.0f) up = 0.0f;
         // Lanes of the same lane / 4 have the same token here.
         const float of_own = __shfl_sync(kAll, up, token % 8 * 4);
         if (piece == own_piece) factor = of_own;

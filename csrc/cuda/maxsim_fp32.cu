@@ -14,7 +14,8 @@
 // A part of fp16 has a least step. What is lost by that is bounded; where it might be more than
 // 2^-21 of a document's score, or the score is not finite, the document is made once more, by plain
 // multiply-adds. Unless values of a row lie orders of magnitude apart and the query sees the small
-// ones alone, or a score nearly is zero, that does not happen.
+// ones alone, or a score nearly is zero, that does not happen; nor where it is zero because all of
+// the query or of the rows are zeros.
 #include "maxsim.cuh"
 
 namespace {
@@ -40,7 +41,8 @@ struct Shape {
 // of fp16 are off by less than 2^-21 of it. A step is 2^-24, of which half at most is lost of each
 // value of a row, times the query's value, which is less than twice its token's power of two; and
 // 2^-13 as much of that power is lost of each value of the query, times the row's value, which is
-// at most 2^15 times the inverse: 3 * 2^-24 of the power for each value, together.
+// at most 2^15 times the inverse: 3 * 2^-24 of the power for each value, together. It is infinite
+// where a token's largest value is near fp32's own, so that every document is made once more.
 template <typename S, typename Q>
 __device__ __forceinline__ float least_score(const Q& query) {
   constexpr float kOfEach = 3.0f / (1 << 24) * (1 << 21);
@@ -71,10 +73,12 @@ template <typename S>
 struct Rows {
   float value[S::kSteps][2][4];
   float lift[2], inverse[2];  // powers of two
+  float largest;              // of the inverses, but for rows of zeros, of which nothing is lost
 
   __device__ __forceinline__ void load(uint32_t stage, int lane) {
     const int row = lane / 4;
     const uint32_t even = stage + row * S::kPitch + ((2 * (lane % 4)) ^ row) * 16;
+    largest = 0.0f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float peak = 0.0f;
@@ -92,6 +96,7 @@ struct Rows {
       const uint32_t exponent = min(max(__float_as_uint(peak) >> 23, 20u), 254u);
       lift[half] = __uint_as_float((268u - exponent) << 23);
       inverse[half] = __uint_as_float((exponent - 14u) << 23);
+      if (peak > 0.0f) largest = fmaxf(largest, inverse[half]);
     }
   }
 
@@ -116,7 +121,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, uint32_t stage, const 
                                               int n_rows, int lane, float& largest) {
   Rows<S> rows;
   rows.load(stage, lane);
-  largest = fmaxf(largest, fmaxf(rows.inverse[0], rows.inverse[1]));
+  largest = fmaxf(largest, rows.largest);
   float product[kPieces][4];
 #pragma unroll
   for (int first = 0; first < S::kSteps; first += S::kChain) {

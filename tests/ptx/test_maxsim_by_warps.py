@@ -373,13 +373,14 @@ def test_what_is_made_once_more_is_rare(device_code: Callable[..., Any]) -> None
     records = scatter([normals(20, 64, seed=n) for n in range(4)], "residual2", align_bytes=16)
     book, query, n_steps = records.codebook, normals(8, 64, seed=9), []
     assert book is not None
-    for first in (1.0, 1e6):  # which says nothing of the others
+    for first, factor in ((1.0, 1.0), (1e6, 1.0), (1.0, 0.0)):  # the largest, of others; zeros
         centroids = book.centroids.clone()
         centroids[0] *= first
         launcher = device_code()
-        scored(query, with_book(records, centroids, book.bucket_weights))
+        scored(query * factor, with_book(records, centroids, book.bucket_weights))
         n_steps.append(launcher.n_steps)
     assert n_steps[0] < 0.1 * n_steps[1]
+    assert n_steps[2] < 1.02 * n_steps[0]
 
 
 def test_blocks_are_as_many_as_the_device_has_multiprocessors(
