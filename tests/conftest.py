@@ -21,6 +21,7 @@ from tests.reach import SECONDS_KEY
 from tests.sweeps import mark_samples
 
 TESTS = Path(__file__).parent
+OLD_OBJECTS_EACH = 100  # middle collections; 10 by default
 KEPT_S = 30 * 86_400  # what Triton compiled
 # OpenMP's threads wait for the next piece of work by spinning, which takes the core from the other
 # processes of a parallel run: a third of the time without it. The libraries read this when they are
@@ -64,8 +65,8 @@ def pytest_collection_finish() -> None:
     after, old objects are looked at a tenth as often as by default: most are modules that tests
     import late, and a sixth of the time of some tests went to them."""
     gc.freeze()
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, 10 * old)
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, OLD_OBJECTS_EACH)
 
 
 @pytest.hookimpl(tryfirst=True)

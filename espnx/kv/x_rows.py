@@ -150,10 +150,11 @@ def contiguous_rows(rows: torch.Tensor) -> torch.Tensor:
     """The same rows without gaps. A GPU's threads copy an element each, however small: pieces of 16
     bytes take an eighth of the instructions that fp16 values take."""
     piece = _PIECE.itemsize // rows.itemsize
-    is_of_pieces = rows.stride(-1) == 1 and not any(
+    is_of_pieces = rows.data_ptr() % _PIECE.itemsize == 0 and not any(
         each % piece for each in (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     )
-    if rows.is_contiguous() or not is_of_pieces:
+    is_plain = rows.stride(-1) == 1 and not rows.requires_grad
+    if rows.is_contiguous() or not (is_plain and is_of_pieces):
         return rows.contiguous()
     return rows.view(_PIECE).contiguous().view(rows.dtype)
 

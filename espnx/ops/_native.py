@@ -86,6 +86,8 @@ def is_direct(*tensors: torch.Tensor, on: str = "cpu") -> bool:
     for each in tensors:
         if type(each) is not torch.Tensor or each.device.type != on or each.requires_grad:
             return False
+        if each.is_neg():  # whose memory holds other numbers than it says
+            return False
     return True
 
 

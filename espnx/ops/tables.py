@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..errors import InvalidInputError
 from ..streams import streams_of
 from ._native import load_extension
 
@@ -47,7 +48,20 @@ def on_device(tables: Sequence[torch.Tensor], device: torch.device) -> list[torc
 
 def copied(tables: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Tables of the host on a device, by one copy. Each begins at a multiple of 16 bytes, as if it
-    were a tensor of its own."""
+    were a tensor of its own.
+
+    Raises:
+        InvalidInputError: a graph is captured, which would copy whatever lies at the same place of
+            the host's memory when it is replayed.
+    """
+    streams = streams_of(device)
+    if streams is not None and streams.is_capturing(streams.current(device)):
+        raise InvalidInputError(
+            "tables of an op in a captured graph",
+            got="on the host",
+            expected=f"on {device}, where a replay finds them",
+            fix="move them there before",
+        )
     plain = [_plain(each) for each in tables]
     sizes = (-(-each.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in plain)
     begins = list(itertools.accumulate(sizes, initial=0))

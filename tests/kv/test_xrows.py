@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,6 +91,17 @@ def test_rows_keep_every_bit(width: int, dtype: torch.dtype) -> None:
         assert got.is_contiguous()
         assert got.shape == each.shape
         assert torch.equal(got.view(bits), each.contiguous().view(bits))
+
+
+def test_rows_that_cannot_be_cut_into_pieces() -> None:
+    """Rows at any address, as of memory that others have made; rows with gradients keep them."""
+    memory = np.zeros(4 * N_KV * 16 * 2 + 2, dtype=np.uint8)[2:]
+    rows = torch.from_numpy(memory).view(torch.float16).normal_().view(1, 4, N_KV, 16)
+    for each in (rows, rows.clone().requires_grad_()):
+        k = each.transpose(1, 2)
+        got = contiguous_rows(k)
+        assert torch.equal(got, k)
+        assert (got.is_contiguous(), got.requires_grad) == (True, each.requires_grad)
 
 
 def test_what_finishes_k(monkeypatch: pytest.MonkeyPatch) -> None:

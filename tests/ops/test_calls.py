@@ -229,8 +229,21 @@ def test_who_is_called_past_the_dispatcher() -> None:
     assert not is_direct(far, near, on="meta")
     assert not is_direct(near, on="cuda")
     assert not is_direct(far.clone().requires_grad_(), on="meta")
+    assert not is_direct(torch._neg_view(near))
     with Operations():
         assert not is_direct(far, on="meta")
+
+
+def test_tables_of_the_host_in_a_captured_graph(
+    called: Called, late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay would copy what lies in their place then."""
+    monkeypatch.setattr(late, "is_capturing", lambda stream: True)
+    buffer, places = torch.zeros(4096, dtype=torch.uint8).to(late.device), torch.arange(4)
+    with pytest.raises(InvalidInputError, match="captured graph"):
+        crc32c_ranges(buffer, places, places)
+    assert not called.all
+    crc32c_ranges(buffer, *(each.to(late.device) for each in (places, places)))
 
 
 @WHERE

@@ -64,7 +64,7 @@ def nvcc_release() -> str:
 def built(name: str, kind: str, capability: int) -> bytes | None:
     """That part of what a build made of csrc/cuda/<name>.cu; None unless this nvcc made it, and
     setup.py has not changed since. Its PTX is nvcc's without comments."""
-    file = compiled_file(name)
+    file = compiled_file(name, ROOT / "espnx")
     if (
         file is None
         or file.stat().st_mtime_ns < SETUP.stat().st_mtime_ns

@@ -292,6 +292,13 @@ def test_what_barriers_and_waits_allow(body: str) -> None:
     assert (run(body, words) == words[np.arange(N) ^ by]).all()
 
 
+def test_nans_of_the_same_place_are_the_same() -> None:
+    """Of whatever bits, which the host gives them."""
+    alike = "or.b32 %r9, %r1, 0x7FC00000;\nst.shared.b32 [global_smem], %r9;\n" + BARRIER
+    assert (run(alike) >= 0x7FC00000).all()
+    assert fault(alike.replace("0x7FC00000", "0x7F000000")) == "race"
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
