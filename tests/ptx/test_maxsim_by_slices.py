@@ -17,7 +17,7 @@ from espnx.ops.maxsim.by_warps import sliced
 from espnx.ops.maxsim.checks import RecordsFound
 from espnx.ops.maxsim.cuda import maxsim_cuda
 from tests.ops.records import Records, integers, normals, scatter
-from tests.ops.tolerances import assert_scores_close, maxsim_bound
+from tests.ops.tolerances import WHOLE_FORMATS, assert_scores_close, maxsim_bound
 from tests.ptx.nvcc import SOURCES, Launcher, needs_nvcc
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved
@@ -47,7 +47,9 @@ def check(query: torch.Tensor, records: Records) -> None:
     """Of one query, or several."""
     found, several = maxsim_cuda(query, *records.args), query.dim() == 3
     for one, scores in zip(*((query, found) if several else ([query], [found])), strict=True):
-        bound = maxsim_bound(one, records, tensor_cores=True)
+        bound = maxsim_bound(
+            one, records, tensor_cores=True, by_digits=records.format in WHOLE_FORMATS
+        )
         assert_scores_close(scores, maxsim_reference(one, *records.args), bound)
 
 
