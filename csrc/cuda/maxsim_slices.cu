@@ -45,7 +45,7 @@ struct Slice : SliceLayout<kSliceOf> {
   static constexpr bool kThird = kParts > kPartsHeld;
   static constexpr int kSliceBytes = kTileRows * SliceLayout<kSlice>::kPitch;
   static constexpr int kThirdBytes = kSteps * kPieces * kWarp * 8;  // of a warp's third part
-  static_assert(kFormat == kFp16 || kFormat == kBf16 || kFormat == kInt8);
+  static_assert(kFormat == kFp16 || kFormat == kBf16 || (kFormat == kInt8 && kSlice > 64));
 
   __device__ __forceinline__ static int row_bytes(int d) { return kFlat ? 4 + d : 2 * d; }
   __device__ __forceinline__ static int stage_bytes(int d, int n_warps) {
@@ -113,10 +113,10 @@ __device__ __forceinline__ void copy_flat(const uint8_t* from, uint32_t to, int 
                                           int warp, int n_warps, int lane) {
   const int first = (warp * kWarp + lane) * 16, further = n_warps * kWarp * 16;
   if (n_bytes == all) {
+    const uint8_t* next = from + uint32_t(first);
 #pragma unroll
-    for (int i = 0; i < S::kSlice / 16; ++i)
-      if (first + i * further < all)
-        copy_ahead(to + first + i * further, from + first + i * further);
+    for (int i = 0; i < S::kSlice / 16; ++i, next += uint32_t(further))
+      if (first + i * further < all) copy_ahead(to + first + i * further, next);
   }
   // The rest of a whole tile, or one that is not whole.
 #pragma unroll 1
@@ -169,10 +169,14 @@ __device__ __forceinline__ void produce(const Note& note, uint32_t stage, int d,
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// The words of a row's codes that a lane multiplies, two in a step: eight rows' are in different
-// banks. Beyond a row's end the last one, which zeros of the query meet.
-__device__ __forceinline__ int code_word(int number, int lane) {
-  return number / 8 * 32 + lane % 4 * 8 + number % 8;
+// The first of the two words of a row's codes, one after the other, that a lane multiplies in a
+// step: those of eight rows are in different banks, but for a third of two warps' with 96 values.
+template <typename S>
+__device__ __forceinline__ int code_word(int step, int warp, int n_warps, int lane) {
+  const int t = lane % 4;
+  if (S::kSlice == 128) return warp * 32 + 8 * t + 2 * step;
+  if (n_warps == 2) return step < 2 ? 8 * t + 4 * warp + 2 * step : 32 + 4 * t + 2 * warp;
+  return warp / 4 * 96 + 32 * step + 8 * t + 2 * (warp % 4);
 }
 
 // A warp's values of the query, as right operands: parts, or digits.
@@ -183,16 +187,18 @@ struct Held {
   uint4* third;
 
   __device__ __forceinline__ void load(const float* query, int n_query, int d,
-                                       const Factors* factors, uint4* to, int warp, int lane) {
+                                       const Factors* factors, uint4* to, int warp, int n_warps,
+                                       int lane) {
     third = to + lane;
     if constexpr (S::kFlat)
-      load_digits(query, n_query, d, factors, warp, lane);
+      load_digits(query, n_query, d, factors, warp, n_warps, lane);
     else
       load_parts(query, n_query, d, factors, warp, lane);
   }
 
   __device__ __forceinline__ void load_digits(const float* query, int n_query, int d,
-                                              const Factors* factors, int warp, int lane) {
+                                              const Factors* factors, int warp, int n_warps,
+                                              int lane) {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       const int token = piece * 8 + lane / 4;
@@ -200,12 +206,12 @@ struct Held {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         float v[8] = {};
+        const int k = 4 * code_word<S>(step, warp, n_warps, lane);
+        if (token < n_query && k < d) {
+          const float4* const at = reinterpret_cast<const float4*>(query + token * d + k);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int k = 4 * code_word(2 * (warp * kSteps + step) + i, lane);
-          if (token >= n_query || k >= d) continue;
-          const float4 q = *reinterpret_cast<const float4*>(query + token * d + k);
-          v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
+          for (int i = 0; i < 2; ++i)
+            v[4 * i] = at[i].x, v[4 * i + 1] = at[i].y, v[4 * i + 2] = at[i].z, v[4 * i + 3] = at[i].w;
         }
         const Operands made = operands_of(v, of_token.first, of_token.second);
 #pragma unroll
@@ -285,15 +291,19 @@ template <typename S>
 struct Rows {
   int lane, row_bytes;
   uint32_t first;  // the place of a lane's first 16 bytes, or of its first row
-  int place[S::kFlat ? 2 * S::kSteps : 1];
+  int place[S::kFlat ? S::kSteps : 1];
 
-  __device__ __forceinline__ void begin(int d, int warp, int of_lane) {
+  __device__ __forceinline__ void begin(int d, int warp, int n_warps, int of_lane) {
     lane = of_lane, row_bytes = S::row_bytes(d);
     if constexpr (S::kFlat) {
       first = lane / 4 * row_bytes;
+      // Beyond a row's end its last words, which zeros of the query meet. What lanes tell each other
+      // is kept, or compilers would make it anew for every tile.
 #pragma unroll
-      for (int i = 0; i < 2 * S::kSteps; ++i)
-        place[i] = 4 + 4 * min(code_word(2 * warp * S::kSteps + i, lane), d / 4 - 1);
+      for (int step = 0; step < S::kSteps; ++step) {
+        const int word = min(code_word<S>(step, warp, n_warps, lane), d / 4 - 2);
+        place[step] = __shfl_sync(kAll, int(first) + 4 + 4 * word, lane);
+      }
     } else {
       first = warp * S::kSliceBytes + S::place_of(lane % 16, lane / 16);
     }
@@ -303,9 +313,8 @@ struct Rows {
     if constexpr (S::kFlat) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t row = stage + first + (tile * 16 + half * 8) * row_bytes;
-        left[half] = load_word(row + place[2 * step]);
-        left[2 + half] = load_word(row + place[2 * step + 1]);
+        const uint32_t at = stage + (tile * 16 + half * 8) * row_bytes + place[step];
+        left[half] = load_word(at), left[2 + half] = load_word(at + 4);
       }
     } else {
       load_matrices(left, S::further(stage + first, step) + tile * 16 * S::kPitch);
@@ -548,11 +557,12 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
     factor = places.factors()[lane].product;
   }
   Held<S> held;
-  held.load(query, a.n_query, d, places.factors(), places.third(warp), warp, lane);
+  held.load(query, a.n_query, d, places.factors(), places.third(warp), warp, n_warps,
+            lane);
   if (kFormat != kBf16) __syncthreads();  // shares come where the factors are
 
   Rows<S> rows;
-  rows.begin(d, warp, lane);
+  rows.begin(d, warp, n_warps, lane);
   Largest largest{warp, n_warps, lane};
   largest.begin();
   int ended = -1, stage = 0, turn = 0;
