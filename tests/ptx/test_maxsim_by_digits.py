@@ -24,7 +24,7 @@ from tests.sweeps import in_steps, some
 pytestmark = [needs_nvcc, pytest.mark.usefixtures("few")]
 
 #: Of long rows two, four and eight warps, which the rows fill, and do not.
-LONG = (136, 192, 256, 264, 384, 520, 768, 1000, 1024)
+LONG = (136, 192, 256, 264, 512, 520, 768, 1000, 1024)
 BY_WARPS = [each for each in by_warps.RINGS if each[0] in WHOLE_FORMATS]
 VARIANTS = [*BY_WARPS, *(("int8", d) for d in LONG)]
 EVERY = pytest.mark.parametrize(("fmt", "d"), some(VARIANTS, 4))
@@ -180,7 +180,8 @@ def test_a_power_of_two_changes_no_bit(fmt: str, d: int) -> None:
     query = normals(3, d, seed=9)
     query /= query.abs().max()
     expected = maxsim_cuda(query, *records.args)
-    for exponent in (-122, -104, -60, 1, 90, 120):
+    least = -122 if d <= 128 else -110  # products with tokens are among fp32's least below it
+    for exponent in (least, -104, -60, 1, 90, 120):
         found = maxsim_cuda(query * 2.0**exponent, *records.args)
         assert torch.equal(found, expected * 2.0**exponent), exponent
 
