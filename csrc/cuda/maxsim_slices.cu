@@ -559,7 +559,8 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
   Held<S> held;
   held.load(query, a.n_query, d, places.factors(), places.third(warp), warp, n_warps,
             lane);
-  if (kFormat != kBf16) __syncthreads();  // shares come where the factors are
+  // Shares come where the factors are; of int8 there is a barrier before them anyway.
+  if (kFormat == kFp16) __syncthreads();
 
   Rows<S> rows;
   rows.begin(d, warp, n_warps, lane);
