@@ -9,14 +9,15 @@
 // Each warp has 64, 96 or 128 values of every row, and holds these values of the query in the parts
 // that tensor cores take, two of fp16 or three of bf16, which add up to it; the third part is in
 // shared memory, where 32 rows read it once. int8 rows are multiplied in whole numbers by digits of
-// the query (digits.cuh), whose steps are the same for all warps. Tiles are copied into a ring of stages, asynchronously
-// and across the ends of documents, so that as many bytes are under way at a document's end as in
-// its midst. Warps meet when each has its share of a tile's products: 8 pieces of 16 rows by 8
-// tokens, of which each then adds up one, two or four, and keeps the largest. A maximum keeps NaNs.
+// the query (digits.cuh), whose steps are the same for all warps. Tiles are copied into a ring of
+// stages, asynchronously and across the ends of documents, so that as many bytes are under way at a
+// document's end as in its midst. Warps meet when each has its share of a tile's products: 8 pieces
+// of 16 rows by 8 tokens, of which each then adds up one, two or four, and keeps the largest. A
+// maximum keeps NaNs.
 //
 // Infinities that meet zeros in a part turn into NaN there, digits hold none, so that a token that
-// has one makes scores NaN, and a product may be too large until a factor makes it less: where a document's score is not finite it is made once more, by plain
-// multiply-adds.
+// has one makes scores NaN, and a product may be too large until a factor makes it less: where a
+// document's score is not finite it is made once more, by plain multiply-adds.
 #include "digits.cuh"
 #include "maxsim.cuh"
 
@@ -210,8 +211,10 @@ struct Held {
         if (token < n_query && k < d) {
           const float4* const at = reinterpret_cast<const float4*>(query + token * d + k);
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            v[4 * i] = at[i].x, v[4 * i + 1] = at[i].y, v[4 * i + 2] = at[i].z, v[4 * i + 3] = at[i].w;
+          for (int i = 0; i < 2; ++i) {
+            const float4 q = at[i];
+            v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
+          }
         }
         const Operands made = operands_of(v, of_token.first, of_token.second);
 #pragma unroll
@@ -297,8 +300,8 @@ struct Rows {
     lane = of_lane, row_bytes = S::row_bytes(d);
     if constexpr (S::kFlat) {
       first = lane / 4 * row_bytes;
-      // Beyond a row's end its last words, which zeros of the query meet. What lanes tell each other
-      // is kept, or compilers would make it anew for every tile.
+      // Beyond a row's end its last words, which zeros of the query meet. What lanes tell each
+      // other is kept, or compilers would make it anew for every tile.
 #pragma unroll
       for (int step = 0; step < S::kSteps; ++step) {
         const int word = min(code_word<S>(step, warp, n_warps, lane), d / 4 - 2);
@@ -600,7 +603,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
     if (note.rows & kLastTile) largest.store(places.largest(turn)), ended = note.doc;
     stage = stage == n_stages - 1 ? 0 : stage + 1;
   }
-  __syncthreads();
+  if (!S::kFlat) __syncthreads();  // of int8 that was the loop's last one
   if (warp == 0 && ended >= 0)
     finish<S>(a, query, d, places.largest(turn - 1), factor, score, ended, n_warps, lane);
 }

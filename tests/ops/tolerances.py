@@ -32,9 +32,9 @@ value where the second part is below fp16's normal range. bf16 rows are multipli
 query in three bf16 parts: off by less than ``2^-21`` of each value. Products with the further parts
 are summed apart, or before the others: their sums, and so what is rounded off them, are a 2^11th or
 a 2^8th of the others'. That adds one rounding, or two.
-Of long rows in fp16 and bf16 by slices (csrc/cuda) each of 2 to 8 warps sums 64, 96 or 128 values, at least 4 fewer
-than d, and products with the further parts apart; these are added once, and warps' sums by up to
-three additions more.
+Of long rows in fp16 and bf16 by slices (csrc/cuda) each of 2 to 8 warps sums 64, 96 or 128 values,
+at least 4 fewer than d, and products with the further parts apart; these are added once, and warps'
+sums by up to three additions more.
 
 fp32 rows by warps on tensor cores (csrc/cuda) have the same bound as everywhere. They and the query
 go in two fp16 parts. The second has 11 bits for the 12 that the first may miss, so each value is

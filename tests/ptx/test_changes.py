@@ -250,7 +250,7 @@ DEVICE_CODE = {
     "maxsim residual2 by warps": ("maxsim_residual", "espnx_maxsim_residual2_64", 4),
     "maxsim fp32 by warps": ("maxsim_fp32", "espnx_maxsim_fp32_64", 2),
     "maxsim by slices": ("maxsim_slices", "espnx_maxsim_bf16_slices_64", 8),
-    "maxsim int8 by slices": ("maxsim_slices", "espnx_maxsim_int8_slices_96", 8),
+    "maxsim int8 by slices": ("maxsim_slices", "espnx_maxsim_int8_slices_96", 7),
     "attention by slices": ("attention", "espnx_attention_fp16_8_64", 17),
 }
 #: Of each program's barriers, waits and masks, by their order, those of which none is missed: no

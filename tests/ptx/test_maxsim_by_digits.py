@@ -1,5 +1,5 @@
-"""csrc/cuda's MaxSim over int8 rows of any length and bit1 rows, executed: what digits of a query hold, against sums
-in whole numbers, and queries and rows at the ends of their ranges."""
+"""csrc/cuda's MaxSim over int8 and bit1 rows, executed, also long ones: what digits of a query
+hold, against sums in whole numbers, and queries and rows at the ends of their ranges."""
 
 from __future__ import annotations
 
