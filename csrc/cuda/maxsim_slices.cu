@@ -560,8 +560,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
     factor = places.factors()[lane].product;
   }
   Held<S> held;
-  held.load(query, a.n_query, d, places.factors(), places.third(warp), warp, n_warps,
-            lane);
+  held.load(query, a.n_query, d, places.factors(), places.third(warp), warp, n_warps, lane);
   // Shares come where the factors are; of int8 there is a barrier before them anyway.
   if (kFormat == kFp16) __syncthreads();
 
