@@ -34,7 +34,9 @@ COUNTS = (0, 1, 63, 300, 64, 2)
 # whose kernels of csrc/cuda there are
 RESIDUAL = [each for each in by_warps.RINGS if each[0].startswith("residual")]
 #: Long rows: every kernel of theirs, filled, and with warps that have less.
-SLICED = [(fmt, d) for fmt in ("bf16", "int8") for d in (136, 256, 384, 264, 512, 768, 520, 1024)]
+SLICED = [
+    (fmt, d) for fmt in ("bf16", "int8") for d in (136, 192, 256, 384, 264, 512, 768, 520, 1024)
+]
 SLICED += [("fp16", d) for d in (136, 264, 512, 768, 1024)]
 FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16"])
 EVERY_FORMAT = pytest.mark.parametrize(
