@@ -29,6 +29,21 @@ __device__ __forceinline__ float number_of(int a, int b, int c) {
   return fmaf(float(a * 256 + b), 256.0f, __int_as_float(c));
 }
 
+// What a token's values are multiplied by, in two factors, and its products then.
+struct Factors {
+  float first, second, product;
+};
+
+// Of a token in steps; `peak`: its largest value's size, as bits, of which what is not finite is
+// above all that is. From the least step of fp32 to beyond its largest value is further than one
+// factor goes.
+__device__ __forceinline__ Factors factors_of(uint32_t peak) {
+  const int exponent = max(int((peak + (1u << 17)) >> 23), 1);
+  const int up = kStepBits + 127 - exponent, some = up / 2;
+  const float step_size = power_of_two(-some) * power_of_two(some - up);
+  return {power_of_two(some), power_of_two(up - some), peak >= 0x7F800000u ? NAN : step_size};
+}
+
 // The eight values of the query's token 8 * piece + lane / 4 that a lane has in a step's two
 // registers: of the dimensions that it has of rows.
 template <Format kFormat, int kWidth>
@@ -43,7 +58,7 @@ __device__ __forceinline__ void values_of_step(const float* query, int n_query, 
   for (int i = 0; i < 8; ++i) {
     if constexpr (kFormat == kBit1)
       v[i] = at[32 * t + i % 4 * 8 + step * 2 + i / 4];
-    else
+    else if (32 * step + i / 4 * 16 < kWidth)
       v[i] = at[32 * step + i / 4 * 16 + 4 * t + i % 4];
   }
 }
@@ -55,10 +70,34 @@ __device__ __forceinline__ uint32_t bytes_of(const uint32_t* word, int digit) {
                      0x5410u);
 }
 
-// A lane's own share of the query, as `Query` of parts.
+// Eight values as right operands, the largest digit's first, and their sum, in steps.
+struct Operands {
+  uint2 digit[kDigits];
+  int sum;
+};
+
+__device__ __forceinline__ Operands operands_of(const float* v, float first, float second) {
+  Operands made;
+  made.sum = 0;
+  uint32_t word[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int q = __float2int_rn(v[i] * first * second);
+    made.sum += q;
+    word[i] = uint32_t(q) + 0x808080u;  // digits 128 too large: bytes from 0 on
+  }
+#pragma unroll
+  for (int digit = 0; digit < kDigits; ++digit)
+    made.digit[digit] = make_uint2(bytes_of(word, kDigits - 1 - digit) ^ 0x80808080u,
+                                   bytes_of(word + 4, kDigits - 1 - digit) ^ 0x80808080u);
+  return made;
+}
+
+// A lane's own share of the query, as `Query` of parts. Of a step that rows end in the midst of,
+// the second register is 0.
 template <Format kFormat, int kWidth>
 struct Digits {
-  static constexpr int kSteps = kWidth / 32;
+  static constexpr int kSteps = (kWidth + 31) / 32;
   uint2 held[kDigits][kSteps][kPieces];
   int token;
   float factor, total;  // of bit1: the sum of the token's values, in steps
@@ -68,7 +107,7 @@ struct Digits {
     factor = 1.0f, total = 0.0f;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      uint32_t peak = 0;  // as bits: what is not finite is above all that is
+      uint32_t peak = 0;
 #pragma unroll 2
       for (int step = 0; step < kSteps; ++step) {
         float v[8];
@@ -78,19 +117,20 @@ struct Digits {
       }
       peak = max(peak, __shfl_xor_sync(kAll, peak, 1));
       peak = max(peak, __shfl_xor_sync(kAll, peak, 2));
-      // From the least step of fp32 to beyond its largest value: a power of two in two factors.
-      const int exponent = max(int((peak + (1u << 17)) >> 23), 1);
-      const int up = kStepBits + 127 - exponent, some = up / 2;
-      const float first = power_of_two(some), second = power_of_two(up - some);
+      const Factors factors = factors_of(peak);
       int sum = 0;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        sum += make(query, n_query, piece, step, lane, first, second);
-      float step_size = power_of_two(-some) * power_of_two(some - up);
-      if (peak >= 0x7F800000u) step_size = NAN;
+      for (int step = 0; step < kSteps; ++step) {
+        float v[8];
+        values_of_step<kFormat, kWidth>(query, n_query, piece, step, lane, v);
+        const Operands made = operands_of(v, factors.first, factors.second);
+#pragma unroll
+        for (int digit = 0; digit < kDigits; ++digit) held[digit][step][piece] = made.digit[digit];
+        sum += made.sum;
+      }
       // Lanes of the same lane / 4 have the same token here.
       const bool is_own = piece == lane >> 3;
-      const float of_own = __shfl_sync(kAll, step_size, token % 8 * 4);
+      const float of_own = __shfl_sync(kAll, factors.product, token % 8 * 4);
       if (is_own) factor = of_own;
       if constexpr (kFormat == kBit1) {
         sum += __shfl_xor_sync(kAll, sum, 1);
@@ -99,26 +139,6 @@ struct Digits {
         if (is_own) total = total_of_own;
       }
     }
-  }
-
-  // The sum of eight values, in steps.
-  __device__ __forceinline__ int make(const float* query, int n_query, int piece, int step,
-                                      int lane, float first, float second) {
-    float v[8];
-    values_of_step<kFormat, kWidth>(query, n_query, piece, step, lane, v);
-    int sum = 0;
-    uint32_t word[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int q = __float2int_rn(v[i] * first * second);
-      sum += q;
-      word[i] = uint32_t(q) + 0x808080u;  // digits 128 too large: bytes from 0 on
-    }
-#pragma unroll
-    for (int digit = 0; digit < kDigits; ++digit)
-      held[digit][step][piece] = make_uint2(bytes_of(word, kDigits - 1 - digit) ^ 0x80808080u,
-                                            bytes_of(word + 4, kDigits - 1 - digit) ^ 0x80808080u);
-    return sum;
   }
 
   __device__ __forceinline__ uint2 digit(int digit, int step, int piece) const {

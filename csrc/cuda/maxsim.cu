@@ -24,7 +24,8 @@ template <Format kFormat, int kWidth, int kTiles>
 struct Shape {
   static constexpr bool kWhole = kFormat == kInt8 || kFormat == kBit1;  // multiplied as such
   static constexpr int kParts = kFormat == kBf16 ? 3 : 2;
-  static constexpr int kSteps = kWidth / (kWhole ? 32 : 16);
+  static constexpr int kSteps = kWhole ? (kWidth + 31) / 32 : kWidth / 16;
+  static constexpr bool kEndsInHalf = kWhole && kWidth % 32;  // the last step: 16 values
   static constexpr int kRows = 16 * kTiles;
   static constexpr bool kFlat = kWhole;  // bytes as they come
   static constexpr int kRowBytes = kFormat == kInt8   ? 4 + kWidth
@@ -95,7 +96,7 @@ struct Rows {
   __device__ __forceinline__ void values(uint32_t (*left)[4], int tile) const {
     if constexpr (kFormat == kInt8) {
 #pragma unroll
-      for (int i = 0; i < S::kSteps * 4; ++i)
+      for (int i = 0; i < S::kSteps * 4 - (S::kEndsInHalf ? 2 : 0); ++i)
         left[i / 4][i % 4] = load_word(row(tile, i % 2) + 4 + 4 * (i / 2 * 4 + lane % 4));
     } else if constexpr (kFormat == kBit1) {
       // Of each byte of a word the same bit: of 32 values one in eight.
@@ -137,8 +138,13 @@ __device__ __forceinline__ void products(float (*product)[4], const uint32_t (*l
 #pragma unroll
       for (int digit = 0; digit < kDigits; ++digit)
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece)
-          multiply(sum[digit][piece], left[step], query.digit(digit, step, piece));
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const uint2 right = query.digit(digit, step, piece);
+          if (S::kEndsInHalf && step == S::kSteps - 1)
+            multiply_half(sum[digit][piece], left[step], right.x);
+          else
+            multiply(sum[digit][piece], left[step], right);
+        }
 #pragma unroll
     for (int i = 0; i < kPieces * 4; ++i)
       product[i / 4][i % 4] =
@@ -256,7 +262,10 @@ MAXSIM(bf16_96, kBf16, 96, 1, 4)
 MAXSIM(bf16_112, kBf16, 112, 1, 4)
 MAXSIM(bf16_128, kBf16, 128, 1, 4)
 MAXSIM(int8_32, kInt8, 32, 4, 5)
+MAXSIM(int8_48, kInt8, 48, 4, 5)
 MAXSIM(int8_64, kInt8, 64, 4, 4)
+MAXSIM(int8_80, kInt8, 80, 2, 5)
 MAXSIM(int8_96, kInt8, 96, 2, 5)
+MAXSIM(int8_112, kInt8, 112, 2, 4)
 MAXSIM(int8_128, kInt8, 128, 2, 4)
 MAXSIM(bit1_128, kBit1, 128, 4, 4)

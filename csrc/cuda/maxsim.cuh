@@ -73,17 +73,6 @@ __device__ __forceinline__ uint32_t fp16_of(float x, float y) {
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 
-// The first and the third of a word's four int8 in fp16, by their bits: 1024 + n is 0x6400 + n, and
-// 0x6480 is 1152. lop3 by 0x6a is (a & b) ^ c.
-__device__ __forceinline__ uint32_t codes_of(uint32_t word) {
-  uint32_t both;
-  asm("{ .reg .b32 %%code<1>; mov.b32 %%code0, 0x64806480;"
-      " lop3.b32 %0, %1, 0x00ff00ff, %%code0, 0x6a; sub.f16x2 %0, %0, %%code0; }"
-      : "=r"(both)
-      : "r"(word));
-  return both;
-}
-
 // fp32 in three parts of bf16: its leading bits, those of what they miss, and so on.
 __device__ __forceinline__ uint32_t third_of(float value, int part) {
   const uint32_t bits = __float_as_uint(value);

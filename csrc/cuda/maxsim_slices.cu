@@ -8,14 +8,17 @@
 // A block of 2, 4 or 8 warps takes one document after another by a counter, in tiles of 32 rows.
 // Each warp has 64, 96 or 128 values of every row, and holds these values of the query in the parts
 // that tensor cores take, two of fp16 or three of bf16, which add up to it; the third part is in
-// shared memory, where 32 rows read it once. Tiles are copied into a ring of stages, asynchronously
-// and across the ends of documents, so that as many bytes are under way at a document's end as in
-// its midst. Warps meet when each has its share of a tile's products: 8 pieces of 16 rows by 8
-// tokens, of which each then adds up one, two or four, and keeps the largest. A maximum keeps NaNs.
+// shared memory, where 32 rows read it once. int8 rows are multiplied in whole numbers by digits of
+// the query (digits.cuh), whose steps are the same for all warps. Tiles are copied into a ring of
+// stages, asynchronously and across the ends of documents, so that as many bytes are under way at a
+// document's end as in its midst. Warps meet when each has its share of a tile's products: 8 pieces
+// of 16 rows by 8 tokens, of which each then adds up one, two or four, and keeps the largest. A
+// maximum keeps NaNs.
 //
-// Infinities that meet zeros in a part turn into NaN there, and a product may be too large until a
-// factor makes it less: where a document's score is not finite it is made once more, by plain
-// multiply-adds.
+// Infinities that meet zeros in a part turn into NaN there, digits hold none, so that a token that
+// has one makes scores NaN, and a product may be too large until a factor makes it less: where a
+// document's score is not finite it is made once more, by plain multiply-adds.
+#include "digits.cuh"
 #include "maxsim.cuh"
 
 namespace {
@@ -36,12 +39,14 @@ struct alignas(16) Note {
 template <Format kFormatOf, int kSliceOf>
 struct Slice : SliceLayout<kSliceOf> {
   static constexpr Format kFormat = kFormatOf;
-  static constexpr int kSlice = kSliceOf, kSteps = kSlice / 16;
-  static constexpr int kParts = kFormat == kBf16 ? 3 : 2;
   static constexpr bool kFlat = kFormat == kInt8;  // bytes as they come, copied by all warps
+  static constexpr int kSlice = kSliceOf, kSteps = kSlice / (kFlat ? 32 : 16);
+  static constexpr int kParts = kFlat ? kDigits : kFormat == kBf16 ? 3 : 2;
+  static constexpr int kPartsHeld = kFlat ? kDigits : kHeld;
+  static constexpr bool kThird = kParts > kPartsHeld;
   static constexpr int kSliceBytes = kTileRows * SliceLayout<kSlice>::kPitch;
   static constexpr int kThirdBytes = kSteps * kPieces * kWarp * 8;  // of a warp's third part
-  static_assert(kFormat == kFp16 || kFormat == kBf16 || kFormat == kInt8);
+  static_assert(kFormat == kFp16 || kFormat == kBf16 || (kFormat == kInt8 && kSlice > 64));
 
   __device__ __forceinline__ static int row_bytes(int d) { return kFlat ? 4 + d : 2 * d; }
   __device__ __forceinline__ static int stage_bytes(int d, int n_warps) {
@@ -63,15 +68,17 @@ struct Memory {
     return reinterpret_cast<uint4*>(shares(n_buffers) + warp * S::kThirdBytes);
   }
   __device__ __forceinline__ Note* notes() const {
-    return reinterpret_cast<Note*>(third(S::kParts == 3 ? n_warps : 0));
+    return reinterpret_cast<Note*>(third(S::kThird ? n_warps : 0));
   }
   // The largest products with a document's rows, by turn, half of the rows (of 8 warps) and token.
   __device__ __forceinline__ float* largest(int turn) const {
     return reinterpret_cast<float*>(notes() + kNotes) +
            (turn & 1) * ((n_warps == kWarpsMax ? 2 : 1) * kTokens);
   }
-  // While the query is prepared: of each token, what its values and products are multiplied by.
-  __device__ __forceinline__ float2* powers() const { return reinterpret_cast<float2*>(shares(0)); }
+  // While the query is prepared: those of each token.
+  __device__ __forceinline__ Factors* factors() const {
+    return reinterpret_cast<Factors*>(shares(0));
+  }
 };
 
 // The tiles of a block's documents, which one warp notes.
@@ -107,10 +114,10 @@ __device__ __forceinline__ void copy_flat(const uint8_t* from, uint32_t to, int 
                                           int warp, int n_warps, int lane) {
   const int first = (warp * kWarp + lane) * 16, further = n_warps * kWarp * 16;
   if (n_bytes == all) {
+    const uint8_t* next = from + uint32_t(first);
 #pragma unroll
-    for (int i = 0; i < S::kSlice / 16; ++i)
-      if (first + i * further < all)
-        copy_ahead(to + first + i * further, from + first + i * further);
+    for (int i = 0; i < S::kSlice / 16; ++i, next += uint32_t(further))
+      if (first + i * further < all) copy_ahead(to + first + i * further, next);
   }
   // The rest of a whole tile, or one that is not whole.
 #pragma unroll 1
@@ -163,22 +170,61 @@ __device__ __forceinline__ void produce(const Note& note, uint32_t stage, int d,
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// The word of a row's codes that a lane multiplies in a step: eight rows' are in different banks.
-// Beyond a row's end the last one, which zeros of the query meet.
-__device__ __forceinline__ int code_word(int step, int lane) {
-  return step / 8 * 32 + lane % 4 * 8 + step % 8;
+// The first of the two words of a row's codes, one after the other, that a lane multiplies in a
+// step: those of eight rows are in different banks, but for a third of two warps' with 96 values.
+template <typename S>
+__device__ __forceinline__ int code_word(int step, int warp, int n_warps, int lane) {
+  const int t = lane % 4;
+  if (S::kSlice == 128) return warp * 32 + 8 * t + 2 * step;
+  if (n_warps == 2) return step < 2 ? 8 * t + 4 * warp + 2 * step : 32 + 4 * t + 2 * warp;
+  return warp / 4 * 96 + 32 * step + 8 * t + 2 * (warp % 4);
 }
 
-// A warp's values of the query, as right operands.
+// A warp's values of the query, as right operands: parts, or digits.
 template <typename S>
 struct Held {
   static constexpr int kSteps = S::kSteps;
-  uint2 held[kHeld][kSteps][kPieces];
+  uint2 held[S::kPartsHeld][kSteps][kPieces];
   uint4* third;
 
-  __device__ __forceinline__ void load(const float* query, int n_query, int d, const float2* powers,
-                                       uint4* to, int warp, int lane) {
+  __device__ __forceinline__ void load(const float* query, int n_query, int d,
+                                       const Factors* factors, uint4* to, int warp, int n_warps,
+                                       int lane) {
     third = to + lane;
+    if constexpr (S::kFlat)
+      load_digits(query, n_query, d, factors, warp, n_warps, lane);
+    else
+      load_parts(query, n_query, d, factors, warp, lane);
+  }
+
+  __device__ __forceinline__ void load_digits(const float* query, int n_query, int d,
+                                              const Factors* factors, int warp, int n_warps,
+                                              int lane) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int token = piece * 8 + lane / 4;
+      const Factors of_token = factors[token];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        float v[8] = {};
+        const int k = 4 * code_word<S>(step, warp, n_warps, lane);
+        if (token < n_query && k < d) {
+          const float4* const at = reinterpret_cast<const float4*>(query + token * d + k);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float4 q = at[i];
+            v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
+          }
+        }
+        const Operands made = operands_of(v, of_token.first, of_token.second);
+#pragma unroll
+        for (int digit = 0; digit < kDigits; ++digit) held[digit][step][piece] = made.digit[digit];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_parts(const float* query, int n_query, int d,
+                                             const Factors* factors, int warp, int lane) {
 #pragma unroll
     for (int piece = 0; piece < kPieces; piece += 2) {
 #pragma unroll
@@ -191,7 +237,7 @@ struct Held {
           if (token < n_query) values(query + token * d, d, warp * kSteps + step, lane, v);
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            v[j] = S::kFormat == kBf16 ? v[j] : v[j] * powers[token].x * kLift;
+            v[j] = S::kFormat == kBf16 ? v[j] : v[j] * factors[token].first * factors[token].second;
 #pragma unroll
           for (int part = 0; part < S::kParts; ++part) {
             const uint2 both = make_uint2(part_of<S::kFormat>(v[0], v[1], part),
@@ -202,7 +248,7 @@ struct Held {
               last[i] = both;
           }
         }
-        if (S::kParts == 3)
+        if (S::kThird)
           third[(step * kPieces + piece) / 2 * kWarp] =
               make_uint4(last[0].x, last[0].y, last[1].x, last[1].y);
       }
@@ -212,38 +258,34 @@ struct Held {
   // The four values of a token that a lane has in a step's two registers.
   __device__ __forceinline__ static void values(const float* query, int d, int step, int lane,
                                                 float* v) {
-    if constexpr (S::kFlat) {
-      const int k = 4 * code_word(step, lane);
-      if (k >= d) return;
-      const float4 q = *reinterpret_cast<const float4*>(query + k);
-      v[0] = q.x, v[1] = q.z, v[2] = q.y, v[3] = q.w;
-    } else {
-      const int k = step * 16 + 2 * (lane % 4);
-      float2 low = make_float2(0.0f, 0.0f), high = low;
-      if (k < d) low = *reinterpret_cast<const float2*>(query + k);
-      if (k + 8 < d) high = *reinterpret_cast<const float2*>(query + k + 8);
-      v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
-    }
+    const int k = step * 16 + 2 * (lane % 4);
+    float2 low = make_float2(0.0f, 0.0f), high = low;
+    if (k < d) low = *reinterpret_cast<const float2*>(query + k);
+    if (k + 8 < d) high = *reinterpret_cast<const float2*>(query + k + 8);
+    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
   }
 };
 
-// Of every token of the query what brings its values to below 2 (its parts are of 2^13 times as
-// much), and what products are to be multiplied by then. Warps share the tokens.
-__device__ __forceinline__ void find_powers(const float* query, int n_query, int d, float2* powers,
-                                            int warp, int n_warps, int lane) {
+// Of every token of the query what brings its values to steps, or to below 2 (its parts are of 2^13
+// times as much), and what products are to be multiplied by then. Warps share the tokens.
+template <typename S>
+__device__ __forceinline__ void find_factors(const float* query, int n_query, int d,
+                                             Factors* factors, int warp, int n_warps, int lane) {
 #pragma unroll 1
   for (int token = warp; token < kTokens; token += n_warps) {
-    float peak = 0.0f;
+    uint32_t peak = 0;  // as bits: what is not finite is above all that is
     if (token < n_query) {
 #pragma unroll 4
-      for (int k = lane; k < d; k += kWarp) peak = fmaxf(peak, fabsf(query[token * d + k]));
+      for (int k = lane; k < d; k += kWarp)
+        peak = max(peak, __float_as_uint(query[token * d + k]) & 0x7FFFFFFFu);
     }
 #pragma unroll
-    for (int by = kWarp / 2; by; by /= 2) peak = fmaxf(peak, __shfl_xor_sync(kAll, peak, by));
-    const uint32_t exponent = min(max(__float_as_uint(peak) >> 23, 1u), 253u);
+    for (int by = kWarp / 2; by; by /= 2) peak = max(peak, __shfl_xor_sync(kAll, peak, by));
+    const uint32_t exponent = min(max(peak >> 23, 1u), 253u);
     if (lane == 0)
-      powers[token] = make_float2(__uint_as_float((254u - exponent) << 23),
-                                  __uint_as_float(exponent << 23) * (1.0f / kLift));
+      factors[token] = S::kFlat ? factors_of(peak)
+                                : Factors{__uint_as_float((254u - exponent) << 23), kLift,
+                                          __uint_as_float(exponent << 23) * (1.0f / kLift)};
   }
 }
 
@@ -254,13 +296,17 @@ struct Rows {
   uint32_t first;  // the place of a lane's first 16 bytes, or of its first row
   int place[S::kFlat ? S::kSteps : 1];
 
-  __device__ __forceinline__ void begin(int d, int warp, int of_lane) {
+  __device__ __forceinline__ void begin(int d, int warp, int n_warps, int of_lane) {
     lane = of_lane, row_bytes = S::row_bytes(d);
     if constexpr (S::kFlat) {
       first = lane / 4 * row_bytes;
+      // Beyond a row's end its last words, which zeros of the query meet. What lanes tell each
+      // other is kept, or compilers would make it anew for every tile.
 #pragma unroll
-      for (int step = 0; step < S::kSteps; ++step)
-        place[step] = 4 + 4 * min(code_word(warp * S::kSteps + step, lane), d / 4 - 1);
+      for (int step = 0; step < S::kSteps; ++step) {
+        const int word = min(code_word<S>(step, warp, n_warps, lane), d / 4 - 2);
+        place[step] = __shfl_sync(kAll, int(first) + 4 + 4 * word, lane);
+      }
     } else {
       first = warp * S::kSliceBytes + S::place_of(lane % 16, lane / 16);
     }
@@ -270,9 +316,8 @@ struct Rows {
     if constexpr (S::kFlat) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t row = stage + first + (tile * 16 + half * 8) * row_bytes;
-        const uint32_t codes = load_word(row + place[step]);
-        left[half] = codes_of(codes), left[2 + half] = codes_of(codes >> 8);
+        const uint32_t at = stage + (tile * 16 + half * 8) * row_bytes + place[step];
+        left[half] = load_word(at), left[2 + half] = load_word(at + 4);
       }
     } else {
       load_matrices(left, S::further(stage + first, step) + tile * 16 * S::kPitch);
@@ -287,6 +332,38 @@ struct Rows {
   }
 };
 
+// The same by digits: sums of a warp's values are exact until each becomes a number.
+template <typename S>
+__device__ __forceinline__ void multiply_codes(const Held<S>& query, const Rows<S>& rows,
+                                               uint32_t stage, uint8_t* to, int n_warps) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    int sum[kDigits][kPieces][4];
+#pragma unroll
+    for (int i = 0; i < kDigits * kPieces * 4; ++i)
+      sum[i / (kPieces * 4)][i / 4 % kPieces][i % 4] = kFirst[i / (kPieces * 4)];
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step) {
+      uint32_t left[4];
+      rows.values(left, stage, tile, step);
+#pragma unroll
+      for (int digit = 0; digit < kDigits; ++digit)
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece)
+          multiply(sum[digit][piece], left, query.held[digit][step][piece]);
+    }
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      float product[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        product[i] = number_of(sum[0][piece][i], sum[1][piece][i], sum[2][piece][i]);
+      *reinterpret_cast<float4*>(to + (piece * kTiles + tile) * n_warps * kFragmentBytes) =
+          make_float4(product[0], product[1], product[2], product[3]);
+    }
+  }
+}
+
 // A warp's share of the products of a tile, stored as pieces; `to`: of the first one.
 template <typename S>
 __device__ __forceinline__ void multiply_rows(const Held<S>& query, const Rows<S>& rows,
@@ -296,7 +373,7 @@ __device__ __forceinline__ void multiply_rows(const Held<S>& query, const Rows<S
 #pragma unroll
   for (int step = 0; step < S::kSteps; ++step) {
     uint4 third[kPieces / 2];
-    if (S::kParts == 3) {
+    if (S::kThird) {
 #pragma unroll
       for (int i = 0; i < kPieces / 2; ++i)
         third[i] = query.third[(step * kPieces / 2 + i) * kWarp];
@@ -305,7 +382,7 @@ __device__ __forceinline__ void multiply_rows(const Held<S>& query, const Rows<S
     for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t left[4];
       rows.values(left, stage, tile, step);
-      if (S::kParts == 3) {
+      if (S::kThird) {
 #pragma unroll
         for (int i = 0; i < kPieces / 2; ++i) {
           multiply<true>(rest[tile][2 * i], left, make_uint2(third[i].x, third[i].y));
@@ -478,16 +555,17 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
 
   float factor = 1.0f;
   if (kFormat != kBf16) {
-    find_powers(query, a.n_query, d, places.powers(), warp, n_warps, lane);
+    find_factors<S>(query, a.n_query, d, places.factors(), warp, n_warps, lane);
     __syncthreads();
-    factor = places.powers()[lane].y;
+    factor = places.factors()[lane].product;
   }
   Held<S> held;
-  held.load(query, a.n_query, d, places.powers(), places.third(warp), warp, lane);
-  if (kFormat != kBf16) __syncthreads();  // shares come where the powers are
+  held.load(query, a.n_query, d, places.factors(), places.third(warp), warp, n_warps, lane);
+  // Shares come where the factors are; of int8 there is a barrier before them anyway.
+  if (kFormat == kFp16) __syncthreads();
 
   Rows<S> rows;
-  rows.begin(d, warp, lane);
+  rows.begin(d, warp, n_warps, lane);
   Largest largest{warp, n_warps, lane};
   largest.begin();
   int ended = -1, stage = 0, turn = 0;
@@ -503,7 +581,11 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
     if (note.doc < 0) break;
     const uint32_t from = ring + stage * stage_bytes;
     uint8_t* const shares = places.shares(n_buffers == 1 ? 0 : turn & 1);
-    multiply_rows<S>(held, rows, from, shares + warp * kFragmentBytes + lane * 16, n_warps);
+    uint8_t* const own = shares + warp * kFragmentBytes + lane * 16;
+    if constexpr (S::kFlat)
+      multiply_codes<S>(held, rows, from, own, n_warps);
+    else
+      multiply_rows<S>(held, rows, from, own, n_warps);
     float scale[kTiles][2];
 #pragma unroll
     for (int i = 0; i < kTiles * 2; ++i)
@@ -520,7 +602,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a, int d, int n_stages, 
     if (note.rows & kLastTile) largest.store(places.largest(turn)), ended = note.doc;
     stage = stage == n_stages - 1 ? 0 : stage + 1;
   }
-  __syncthreads();
+  if (!S::kFlat) __syncthreads();  // of int8 that was the loop's last one
   if (warp == 0 && ended >= 0)
     finish<S>(a, query, d, places.largest(turn - 1), factor, score, ended, n_warps, lane);
 }

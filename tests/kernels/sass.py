@@ -50,6 +50,8 @@ def mma_flop(opcode: str) -> tuple[int, int]:
         return 2 * 16 * 8 * 4 * (2 if "TF32" in opcode else 1), 0
     if opcode.startswith("IMMA.16832.S8.S8"):
         return 2 * 16 * 8 * 32 // 2, 0
+    if opcode.startswith("IMMA.16816.S8.S8"):
+        return 2 * 16 * 8 * 16 // 2, 0
     if opcode.split(".")[0] in CLASSES["tensor"]:
         raise ValueError(f"{opcode} on tensor cores")
     return 0, 0

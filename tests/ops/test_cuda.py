@@ -34,7 +34,9 @@ COUNTS = (0, 1, 63, 300, 64, 2)
 # whose kernels of csrc/cuda there are
 RESIDUAL = [each for each in by_warps.RINGS if each[0].startswith("residual")]
 #: Long rows: every kernel of theirs, filled, and with warps that have less.
-SLICED = [(fmt, d) for fmt in ("bf16", "int8") for d in (136, 256, 384, 264, 512, 768, 520, 1024)]
+SLICED = [
+    (fmt, d) for fmt in ("bf16", "int8") for d in (136, 192, 256, 384, 264, 512, 768, 520, 1024)
+]
 SLICED += [("fp16", d) for d in (136, 264, 512, 768, 1024)]
 FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16"])
 EVERY_FORMAT = pytest.mark.parametrize(
@@ -84,13 +86,18 @@ def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) 
         codebook=where,
     )
     expected = maxsim_reference(query, *records.args, codebook=codebook)
-    by_digits = fmt in WHOLE_FORMATS and (fmt, d) in by_warps.RINGS and n_query_tokens <= 32
+    is_by_warps = (fmt, d) in by_warps.RINGS or by_warps.sliced(fmt, d) is not None
+    by_digits = fmt in WHOLE_FORMATS and is_by_warps and n_query_tokens <= 32
     bound = maxsim_bound(query, records, tensor_cores=True, by_digits=by_digits)
     assert_scores_close(scores.cpu(), expected, bound)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "d"), [each for each in by_warps.RINGS if each[0] in WHOLE_FORMATS]
+    ("fmt", "d"),
+    [
+        *(each for each in by_warps.RINGS if each[0] in WHOLE_FORMATS),
+        *(("int8", d) for d in (136, 192, 264, 384, 768, 1000, 1024)),
+    ],
 )
 def test_rows_that_are_multiplied_in_whole_numbers(fmt: str, d: int) -> None:
     """Many documents, one query and several; tokens of zeros, of values far below their largest, of

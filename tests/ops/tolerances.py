@@ -32,9 +32,9 @@ value where the second part is below fp16's normal range. bf16 rows are multipli
 query in three bf16 parts: off by less than ``2^-21`` of each value. Products with the further parts
 are summed apart, or before the others: their sums, and so what is rounded off them, are a 2^11th or
 a 2^8th of the others'. That adds one rounding, or two.
-Of long rows by slices (csrc/cuda) each of 2 to 8 warps sums 64, 96 or 128 values, at least 4 fewer
-than d, and products with the further parts apart; these are added once, and warps' sums by up to
-three additions more.
+Of long rows in fp16 and bf16 by slices (csrc/cuda) each of 2 to 8 warps sums 64, 96 or 128 values,
+at least 4 fewer than d, and products with the further parts apart; these are added once, and warps'
+sums by up to three additions more.
 
 fp32 rows by warps on tensor cores (csrc/cuda) have the same bound as everywhere. They and the query
 go in two fp16 parts. The second has 11 bits for the 12 that the first may miss, so each value is
@@ -52,7 +52,10 @@ size. Products of digits with codes, or with bits, are summed exactly, and two r
 number of the three sums. Then come those of its product with the row's scale and of the sum over
 tokens; of bit1 the former two count twice, as the sum of the values whose bits are 1 is taken
 twice, and further ones are those of all values' sum, of the difference, of ``128^-1/2`` and of the
-product with it. ``Lq + 7`` at most, and one for what they round being off already.
+product with it. ``Lq + 7`` at most, and one for what they round being off already. Of long int8
+rows by slices each of 2 to 8 warps makes a number of its own sums, and up to three additions make
+one of these, each off by a part of what the absolute values add up to: with the product with the
+row's scale and the sum over tokens ``2 + 3 + 1 + Lq - 1 = Lq + 5``, and one as before.
 
 Residual rows by warps on tensor cores (csrc/cuda) are allowed 4 roundings more than in fp32,
 ``gamma(1.5 d + Lq + 8)`` of B with ``u = 2^-24``. A value is the same fp32 sum as elsewhere. It and

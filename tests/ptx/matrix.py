@@ -38,17 +38,17 @@ def _inverse(places: np.ndarray) -> np.ndarray:
     return found
 
 
-def _a_places(halves: int) -> np.ndarray:
+def _a_places(halves: int, depth: int) -> np.ndarray:
     """[lane, register, half] in a matrix of 16 rows; a register holds so many values."""
-    i, h = np.arange(4)[:, None], np.arange(halves)
+    i, h = np.arange(depth // (2 * halves))[:, None], np.arange(halves)
     rows = GROUP[:, None, None] + 8 * (i % 2)
     columns = halves * QUAD[:, None, None] + 4 * halves * (i // 2) + h
-    return rows * 8 * halves + columns
+    return rows * depth + columns
 
 
-def _b_places(halves: int) -> np.ndarray:
+def _b_places(halves: int, depth: int) -> np.ndarray:
     """[lane, register, half] in a matrix of 8 columns."""
-    i, h = np.arange(2)[:, None], np.arange(halves)
+    i, h = np.arange(depth // (4 * halves))[:, None], np.arange(halves)
     rows = halves * QUAD[:, None, None] + 4 * halves * i + h
     return rows * 8 + GROUP[:, None, None]
 
@@ -60,8 +60,9 @@ def _c_places(columns: int) -> np.ndarray:
     return rows * columns + 8 * (i // 4) + 2 * QUAD[:, None] + i % 2
 
 
-A_OF = {halves: _inverse(_a_places(halves)) for halves in (1, 2, 4)}
-B_OF = {halves: _inverse(_b_places(halves)) for halves in (1, 2, 4)}
+SHAPES = ((1, 8), (2, 16), (4, 16), (4, 32))  # values of a register, and of a row of A
+A_OF = {shape: _inverse(_a_places(*shape)) for shape in SHAPES}
+B_OF = {shape: _inverse(_b_places(*shape)) for shape in SHAPES}
 
 
 def _as_fp32(bits: np.ndarray, kind: str) -> np.ndarray:
@@ -100,13 +101,15 @@ def product(instruction: Instruction, slots: Slots) -> Step:
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "f16",
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "bf16",
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32": "tf32",
+        "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32": "s8",
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": "s8",
     }
     if instruction.opcode not in kinds:
         raise Unknown(instruction.opcode)
     kind = kinds[instruction.opcode]
-    halves = HALVES[kind]
-    depth = 8 * halves
+    is_short = ".m16n8k16." in instruction.opcode and kind == "s8"
+    depth = 16 if is_short else 8 * HALVES[kind]
+    shape = (HALVES[kind], depth)
     d, *rest = instruction.operands
     a, b, c = (_slots_of(each, "b32", slots) for each in rest)
     targets = _targets(d, slots)
@@ -120,8 +123,8 @@ def product(instruction: Instruction, slots: Slots) -> Step:
         def given(slot: int) -> np.ndarray:
             return block.chosen(block.get(slot))
 
-        left = _values([given(each) for each in a], kind)[:, A_OF[halves]]
-        right = _values([given(each) for each in b], kind)[:, B_OF[halves]]
+        left = _values([given(each) for each in a], kind)[:, A_OF[shape]]
+        right = _values([given(each) for each in b], kind)[:, B_OF[shape]]
         added = np.stack([given(each) for each in c], axis=1).view(summed)
         left = left.astype(np.float64).reshape(-1, 16, depth)
         right = right.reshape(-1, depth, 8)
@@ -306,7 +309,8 @@ def _left(operand: object, kind: str, slots: Slots) -> Callable[[Block, Products
 
         def from_registers(block: Block, group: Products) -> np.ndarray:
             values = _values([block.get(each) for each in sources], kind)
-            return values[:, A_OF[HALVES[kind]]].reshape(64, 8 * HALVES[kind])
+            depth = 8 * HALVES[kind]
+            return values[:, A_OF[HALVES[kind], depth]].reshape(64, depth)
 
         return from_registers
     slot = slots.source(str(operand), "b64")

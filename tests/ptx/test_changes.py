@@ -165,14 +165,14 @@ def scores_by_warps(fmt: str, d: int = 64) -> None:
         assert torch.allclose(found, expected, rtol=1e-5, equal_nan=True)
 
 
-def scores_by_slices() -> None:
+def scores_by_slices(fmt: str = "bf16") -> None:
     """Documents one after another in rings of 4, 3 and 2 stages, with two buffers of shares and
     with one; one is made with care, and the last ends where the buffer does."""
     documents = [integers(n, 136, seed=n) for n in (1, 0, 65, 2, 33)]
-    records = scatter(documents, "bf16", align_bytes=16, seed=6)
+    records = scatter(documents, fmt, align_bytes=16, seed=6)
     assert records.offset_bytes.argmax() == 4
     query = integers(5, 136, seed=9)
-    place = records.offset_bytes[3].item() + 2
+    place = records.offset_bytes[3].item() + 2  # the second value, or the scale's upper half
     records.buffer[place : place + 2] = torch.tensor([0x80, 0x7F]).to(torch.uint8)
     expected = maxsim_reference(query, *records.args)
     for depth in ((4, 2), (3, 1), (2, 2)):
@@ -180,6 +180,7 @@ def scores_by_slices() -> None:
             patch.setattr(by_warps, "_MULTIPROCESSORS", 1)
             patch.setattr(by_warps, "_RESIDENT_WARPS", 4)
             patch.setattr(by_warps, "_DEPTHS", (depth,))
+            patch.setattr(by_warps, "_DEPTHS_OF_FLAT", ((depth[0], 1),))
             by_warps.sliced.cache_clear()
             try:
                 found = maxsim_cuda(query, *records.args)
@@ -234,6 +235,7 @@ DEVICE_PROGRAMS: dict[str, Callable[[], None]] = {
     "maxsim residual2 by warps": lambda: scores_by_warps("residual2"),
     "maxsim fp32 by warps": lambda: scores_by_warps("fp32"),
     "maxsim by slices": scores_by_slices,
+    "maxsim int8 by slices": lambda: scores_by_slices("int8"),
     "attention by slices": attends_by_slices,
 }
 #: The file of csrc/cuda, the kernel where it has several, and how many barriers and waits. Masks of
@@ -248,6 +250,7 @@ DEVICE_CODE = {
     "maxsim residual2 by warps": ("maxsim_residual", "espnx_maxsim_residual2_64", 4),
     "maxsim fp32 by warps": ("maxsim_fp32", "espnx_maxsim_fp32_64", 2),
     "maxsim by slices": ("maxsim_slices", "espnx_maxsim_bf16_slices_64", 8),
+    "maxsim int8 by slices": ("maxsim_slices", "espnx_maxsim_int8_slices_96", 7),
     "attention by slices": ("attention", "espnx_attention_fp16_8_64", 17),
 }
 #: Of each program's barriers, waits and masks, by their order, those of which none is missed: no

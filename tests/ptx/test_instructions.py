@@ -209,31 +209,39 @@ WHOLE_PRODUCT = (
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r50, %r51, %r52, %r53}, "
     "{%r20, %r21, %r22, %r23}, {%r30, %r31}, {%r40, %r40, %r40, %r40};"
 )
+HALF_PRODUCT = (
+    "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%r50, %r51, %r52, %r53}, "
+    "{%r20, %r21}, {%r30}, {%r40, %r40, %r40, %r40};"
+)
 
 
-def test_products_of_int8_are_whole_numbers() -> None:
-    """A[row, k] = row - 8 where k = 5 row % 32, else 0; B[k, column] = 16 column - 100 + k. As
+@pytest.mark.parametrize("depth", [16, 32])
+def test_products_of_int8_are_whole_numbers(depth: int) -> None:
+    """A[row, k] = row - 8 where k = 5 row % depth, else 0; B[k, column] = 16 column - 100 + k. As
     NVIDIA describes the operands: four values of a row, or of a column, in a register."""
     lane = np.arange(N) % 32
     group, quad = lane // 4, lane % 4
+    n_registers = depth // 8  # of A; B has half as many
     words = []
-    for i in range(4):
+    for i in range(n_registers):
         row, first = group + 8 * (i % 2), 4 * quad + 16 * (i // 2)
-        each = [np.where(first + j == 5 * row % 32, row - 8, 0) & 0xFF for j in range(4)]
+        each = [np.where(first + j == 5 * row % depth, row - 8, 0) & 0xFF for j in range(4)]
         words.append(sum(value << 8 * j for j, value in enumerate(each)))
-    for i in range(2):
+    for i in range(n_registers // 2):
         each = [(16 * group - 100 + 4 * quad + 16 * i + j) & 0xFF for j in range(4)]
         words.append(sum(value << 8 * j for j, value in enumerate(each)))
+    registers = [*range(20, 20 + n_registers), *range(30, 30 + n_registers // 2)]
     loads = [
         f"ld.global.b32 {{ %r{register} }}, [ %rd4 + {4 * N * number} ];"
-        for number, register in enumerate((20, 21, 22, 23, 30, 31))
+        for number, register in enumerate(registers)
     ]
+    product = WHOLE_PRODUCT if depth == 32 else HALF_PRODUCT
     for added in (3, 2**31 - 1):  # which wraps
         for i in range(4):
-            body = [*loads, f"mov.b32 %r40, {added};", WHOLE_PRODUCT, f"mov.b32 %r9, %r{50 + i};"]
+            body = [*loads, f"mov.b32 %r40, {added};", product, f"mov.b32 %r9, %r{50 + i};"]
             found = run("\n".join(body), np.concatenate(words))
             row, column = group + 8 * (i // 2), 2 * quad + i % 2
-            expected = (row - 8) * (16 * column - 100 + 5 * row % 32) + added
+            expected = (row - 8) * (16 * column - 100 + 5 * row % depth) + added
             assert (found == (expected & 0xFFFFFFFF)).all()
 
 

@@ -1,5 +1,5 @@
-"""csrc/cuda's MaxSim over int8 and bit1 rows, executed: what digits of a query hold, against sums
-in whole numbers, and queries and rows at the ends of their ranges."""
+"""csrc/cuda's MaxSim over int8 and bit1 rows, executed, also long ones: what digits of a query
+hold, against sums in whole numbers, and queries and rows at the ends of their ranges."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from tests.sweeps import in_steps, some
 
 pytestmark = [needs_nvcc, pytest.mark.usefixtures("few")]
 
-VARIANTS = [each for each in by_warps.RINGS if each[0] in WHOLE_FORMATS]
-EVERY = pytest.mark.parametrize(("fmt", "d"), some(VARIANTS, 3))
+#: Of long rows two, four and eight warps, which the rows fill, and do not.
+LONG = (136, 192, 256, 264, 512, 520, 768, 1000, 1024)
+BY_WARPS = [each for each in by_warps.RINGS if each[0] in WHOLE_FORMATS]
+VARIANTS = [*BY_WARPS, *(("int8", d) for d in LONG)]
+EVERY = pytest.mark.parametrize(("fmt", "d"), some(VARIANTS, 4))
 LENGTHS = (1, 33, 0, 64, 31)
 
 
@@ -90,6 +93,8 @@ def test_sums_are_those_of_whole_numbers(fmt: str, d: int) -> None:
                 continue
             whole = int((document.astype(np.int64) @ values).max())
             n_roundings, most = (8, np.abs(values).sum()) if fmt == "bit1" else (2, abs(whole))
+            if d > 128:  # a number of each warp, and up to three additions
+                n_roundings, most = 5, (np.abs(document) @ np.abs(values)).max()
             allowed = n_roundings * 2.0**-24 * int(most)
             assert abs(score / step / factor - whole) <= allowed
 
@@ -135,10 +140,17 @@ def check_every_place(d: int) -> None:
     for each in tokens:
         values, step = as_steps(each)
         whole += [step * (row @ values).max() for row in rows]
-    assert (np.abs(found - whole) <= 3 * 2.0**-24 * whole).all()
+    n_roundings = 3 if d <= 128 else 6
+    assert (np.abs(found - whole) <= n_roundings * 2.0**-24 * whole).all()
 
 
-@pytest.mark.parametrize("d", some([64, 96, 128], 2))
+def test_long_rows_are_those_of_every_number_of_warps() -> None:
+    plans = [by_warps.sliced("int8", d) for d in LONG]
+    shapes = {(plan.slice_dims, plan.warps) for plan in plans if plan is not None}
+    assert shapes == {(96, 2), (128, 2), (96, 4), (128, 4), (96, 8), (128, 8)}
+
+
+@pytest.mark.parametrize("d", some([48, 64, 80, 96, 112, 128, *LONG], 5))
 def test_every_value_is_rounded_to_steps(d: int) -> None:
     check_every_value(d)
     check_every_place(d)
@@ -168,7 +180,8 @@ def test_a_power_of_two_changes_no_bit(fmt: str, d: int) -> None:
     query = normals(3, d, seed=9)
     query /= query.abs().max()
     expected = maxsim_cuda(query, *records.args)
-    for exponent in (-122, -104, -60, 1, 90, 120):
+    least = -122 if d <= 128 else -110  # products with tokens are among fp32's least below it
+    for exponent in (least, -104, -60, 1, 90, 120):
         found = maxsim_cuda(query * 2.0**exponent, *records.args)
         assert torch.equal(found, expected * 2.0**exponent), exponent
 
@@ -188,7 +201,7 @@ def test_values_far_below_a_tokens_largest(fmt: str, d: int) -> None:
     assert_scores_close(
         found, expected, maxsim_bound(query, records, tensor_cores=True, by_digits=True)
     )
-    if fmt == "int8":  # the bound of parts of fp16 has no place for that
+    if fmt == "int8" and d <= 128:  # the bound of parts of fp16 has no place for that
         assert (found - expected).abs().max() > maxsim_bound(
             query, records, tensor_cores=True
         ).max()
@@ -222,16 +235,17 @@ def test_queries_that_are_not_finite(fmt: str, d: int, value: float) -> None:
     assert maxsim_cuda(zeros, *records.args).tolist() == [0.0, 0.0, -math.inf]
 
 
+@pytest.mark.parametrize("d", [64, 136])
 @pytest.mark.parametrize("scale", some([1e-42, 1e33, math.inf, 1e-30, -math.inf, math.nan], 2))
-def test_scales_of_any_size(scale: float) -> None:
+def test_scales_of_any_size(scale: float, d: int) -> None:
     """Of one row of a document; the others keep their scores. What is not finite counts as NaN,
     also where it would make a product the least."""
-    rows = [np.clip(np.abs(numbers("int8", n, 64, seed=n)), 0, 100) for n in (35, 2, 1)]
+    rows = [np.clip(np.abs(numbers("int8", n, d, seed=n)), 0, 100) for n in (35, 2, 1)]
     records = stored(rows, "int8", 0.01)
-    place = int(records.offset_bytes[0]) + 33 * 68
+    place = int(records.offset_bytes[0]) + 33 * (4 + d)
     given = torch.tensor([scale]).view(torch.uint8)
     records.buffer[place : place + 4] = given
-    query = normals(5, 64, seed=9).abs()  # or infinities of either sign would be there
+    query = normals(5, d, seed=9).abs()  # or infinities of either sign would be there
     found, expected = maxsim_cuda(query, *records.args), maxsim_reference(query, *records.args)
     assert expected[0].isfinite() == math.isfinite(scale)
     assert torch.allclose(found, expected, rtol=1e-5, equal_nan=True)
@@ -248,11 +262,21 @@ SPOILED = {
 }
 
 
+#: Kernels, and the length of rows.
+KERNELS = (("maxsim", "64", 64), ("maxsim", "80", 80), ("maxsim_slices", "slices_96", 136))
+
+
 @in_steps(50)
+@pytest.mark.parametrize(
+    ("source", "kernel", "d"),
+    [KERNELS[0], *(pytest.param(*each, marks=pytest.mark.sweep) for each in KERNELS[1:])],
+)
 @pytest.mark.parametrize("what", SPOILED)
-def test_what_is_spoiled_is_noticed(what: str, step: int, device_code: Callable[..., Any]) -> None:
-    ptx, (searched, instead) = compiled("maxsim").decode(), SPOILED[what]
-    begin = ptx[: ptx.index(".entry espnx_maxsim_int8_64(")].count("\n")
+def test_what_is_spoiled_is_noticed(
+    what: str, source: str, kernel: str, d: int, step: int, device_code: Callable[..., Any]
+) -> None:
+    ptx, (searched, instead) = compiled(source).decode(), SPOILED[what]
+    begin = ptx[: ptx.index(f".entry espnx_maxsim_int8_{kernel}(")].count("\n")
     end = begin + ptx.split("\n", begin)[-1].split("\n}\n", 1)[0].count("\n") + 1
     every = [
         Change(what, number, line, re.sub(searched, instead, line))
@@ -260,11 +284,11 @@ def test_what_is_spoiled_is_noticed(what: str, step: int, device_code: Callable[
         if begin < number <= end and re.search(searched, line)
     ]
     assert every
-    check_every_value(64)
-    check_every_place(64)
+    check_every_value(d)
+    check_every_place(d)
     for change in every[len(every) // 2 % step :: step]:
         device_code(change)
         with pytest.raises(AssertionError):
-            check_every_value(64)
-            check_every_place(64)
+            check_every_value(d)
+            check_every_place(d)
             pytest.fail(f"line {change.line}: {change.before}")

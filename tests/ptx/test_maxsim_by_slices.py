@@ -17,7 +17,7 @@ from espnx.ops.maxsim.by_warps import sliced
 from espnx.ops.maxsim.checks import RecordsFound
 from espnx.ops.maxsim.cuda import maxsim_cuda
 from tests.ops.records import Records, integers, normals, scatter
-from tests.ops.tolerances import assert_scores_close, maxsim_bound
+from tests.ops.tolerances import WHOLE_FORMATS, assert_scores_close, maxsim_bound
 from tests.ptx.nvcc import SOURCES, Launcher, needs_nvcc
 from tests.ptx.program import Fault
 from tests.ptx.sparse import BEYOND, moved
@@ -26,11 +26,12 @@ from tests.sweeps import some
 #: Lengths that fill a kernel's warps, and that leave some of them less, or nothing.
 LENGTHS = (
     *(("bf16", 384), ("int8", 264), ("fp16", 520), ("bf16", 136), ("int8", 200), ("fp16", 1024)),
+    *(("int8", 192), ("int8", 760), ("int8", 152), ("int8", 144), ("int8", 768), ("int8", 384)),
     *(("fp16", 136), ("fp16", 392), ("fp16", 768), ("fp16", 264), ("int8", 136), ("int8", 512)),
     *(("int8", 256), ("int8", 392), ("int8", 520), ("int8", 904), ("int8", 1024), ("bf16", 256)),
     *(("bf16", 264), ("bf16", 512), ("bf16", 520), ("bf16", 768), ("bf16", 904), ("bf16", 1024)),
 )
-FEW = 6  # of these: three formats, all slices, two warps, four and eight
+FEW = 8  # of these: three formats, all slices, two warps, four and eight
 #: None, one, and about the rows of a tile; more documents than blocks hold at once.
 COUNTS = (1, 0, 33, 16, 64, 0, 2, 31)
 
@@ -47,7 +48,9 @@ def check(query: torch.Tensor, records: Records) -> None:
     """Of one query, or several."""
     found, several = maxsim_cuda(query, *records.args), query.dim() == 3
     for one, scores in zip(*((query, found) if several else ([query], [found])), strict=True):
-        bound = maxsim_bound(one, records, tensor_cores=True)
+        bound = maxsim_bound(
+            one, records, tensor_cores=True, by_digits=records.format in WHOLE_FORMATS
+        )
         assert_scores_close(scores, maxsim_reference(one, *records.args), bound)
 
 

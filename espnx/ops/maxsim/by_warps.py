@@ -45,8 +45,11 @@ RINGS = {
         )
     },
     ("int8", 32): Ring(4, 5),
+    ("int8", 48): Ring(4, 5),
     ("int8", 64): Ring(4, 4),
+    ("int8", 80): Ring(2, 5),
     ("int8", 96): Ring(2, 5),
+    ("int8", 112): Ring(2, 4),
     ("int8", 128): Ring(2, 4),
     ("bit1", 128): Ring(4, 4),
     **{(f"residual{nbits}", d): Ring(1, 4) for nbits in (1, 2) for d in (64, 96, 128)},
