@@ -38,7 +38,7 @@ struct Factors {
 // above all that is. From the least step of fp32 to beyond its largest value is further than one
 // factor goes.
 __device__ __forceinline__ Factors factors_of(uint32_t peak) {
-  const int exponent = max(int((peak + (1u << 17)) >> 23), 1);
+  const int exponent = int((peak + (1u << 17)) >> 23);
   const int up = kStepBits + 127 - exponent, some = up / 2;
   const float step_size = power_of_two(-some) * power_of_two(some - up);
   return {power_of_two(some), power_of_two(up - some), peak >= 0x7F800000u ? NAN : step_size};

@@ -52,20 +52,20 @@ __device__ __forceinline__ float score_with_care(const Arguments& a, const float
 #pragma unroll 1
   for (int64_t row = 0; row < a.count[doc]; ++row) {
     const uint8_t* const at = a.buffer + a.offset[doc] + row * S::kRowBytes;
-    float sum = 0.0f;
+    float sum = 0.0f, scale = 1.0f;
+    if constexpr (kFormat == kInt8) {
+      scale = *reinterpret_cast<const float*>(at);
+      scale = scale * 0.0f + scale;  // one that is not finite counts as NaN
+    }
 #pragma unroll 1
     for (int k = 0; k < kWidth; ++k) {
       float x;
       if constexpr (kFormat == kFp16) x = fp32_of(reinterpret_cast<const uint16_t*>(at)[k]);
       if constexpr (kFormat == kBf16)
         x = __uint_as_float(uint32_t(reinterpret_cast<const uint16_t*>(at)[k]) << 16);
-      if constexpr (kFormat == kInt8) x = float(reinterpret_cast<const int8_t*>(at)[4 + k]);
+      if constexpr (kFormat == kInt8) x = float(reinterpret_cast<const int8_t*>(at)[4 + k]) * scale;
       if constexpr (kFormat == kBit1) x = (at[k / 8] >> (k % 8)) & 1 ? 1.0f : -1.0f;
       sum = fmaf(values[k], x, sum);
-    }
-    if constexpr (kFormat == kInt8) {
-      const float scale = *reinterpret_cast<const float*>(at);
-      sum *= scale * 0.0f + scale;  // one that is not finite counts as NaN
     }
     if constexpr (kFormat == kBit1) sum *= 0.08838834764831845f;  // 128^-1/2
     largest = max_nan(largest, sum);

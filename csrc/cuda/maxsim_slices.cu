@@ -488,7 +488,11 @@ __device__ __forceinline__ float score_with_care(const Arguments& a, const float
 #pragma unroll 1
   for (int64_t row = 0; row < a.count[doc]; ++row) {
     const uint8_t* const at = a.buffer + a.offset[doc] + row * S::row_bytes(d);
-    float sum = 0.0f;
+    float sum = 0.0f, scale = 1.0f;
+    if constexpr (S::kFormat == kInt8) {
+      scale = *reinterpret_cast<const float*>(at);
+      scale = scale * 0.0f + scale;  // one that is not finite counts as NaN
+    }
 #pragma unroll 1
     for (int k = 0; k < d; k += 8) {
 #pragma unroll
@@ -499,13 +503,9 @@ __device__ __forceinline__ float score_with_care(const Arguments& a, const float
         if constexpr (S::kFormat == kBf16)
           x = __uint_as_float(uint32_t(reinterpret_cast<const uint16_t*>(at)[k + i]) << 16);
         if constexpr (S::kFormat == kInt8)
-          x = float(reinterpret_cast<const int8_t*>(at)[4 + k + i]);
+          x = float(reinterpret_cast<const int8_t*>(at)[4 + k + i]) * scale;
         sum = fmaf(values[k + i], x, sum);
       }
-    }
-    if constexpr (S::kFormat == kInt8) {
-      const float scale = *reinterpret_cast<const float*>(at);
-      sum *= scale * 0.0f + scale;  // one that is not finite counts as NaN
     }
     largest = max_nan(largest, sum);
   }

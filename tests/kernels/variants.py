@@ -225,7 +225,7 @@ def scoring_by_warps(fmt: str, d: int) -> DeviceVariant:
         by_warps.name_of(fmt, d),
         32 * by_warps.WARPS,
         by_warps.WARPS * 16 * tiles * token_format(fmt).token_row_bytes(d),
-        by_warps.shared_bytes(fmt, d),
+        by_warps.shared_bytes(fmt, d, by_warps.WARPS),
         tiles if fmt == "bit1" else 0,
         has_bar=not is_residual,
         tiles_ahead=stages - 1,

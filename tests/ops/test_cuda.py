@@ -207,6 +207,8 @@ def test_residual_rows_of_many_documents(fmt: str, d: int) -> None:
 def test_every_kernel_of_csrc_cuda_is_there() -> None:
     """Else the tests beside this one would pass by other versions. Fails without nvcc."""
     there = torch.device("cuda", torch.cuda.current_device())
+    if by_warps._shared_bytes_of(there) < by_warps._SHARED_BYTES:
+        pytest.skip("a multiprocessor has less shared memory than some of them take")
     for fmt, d in [*by_warps.RINGS, *SLICED]:
         assert by_warps.is_compiled(fmt, d, 32, there), (fmt, d)
     for fmt in by_slices.FORMATS:

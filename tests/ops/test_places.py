@@ -276,7 +276,10 @@ def test_tables_for_a_gpu_are_pinned(monkeypatch: pytest.MonkeyPatch, device: st
         asked.append(size_bytes)
         raise StopError
 
-    monkeypatch.setitem(streams._OF_TYPE, "cuda", SimpleNamespace(pinned=pinned))
+    stand_in = SimpleNamespace(
+        pinned=pinned, current=lambda device: None, is_capturing=lambda stream: False
+    )
+    monkeypatch.setitem(streams._OF_TYPE, "cuda", stand_in)
     if device == "cuda":
         with pytest.raises(StopError):
             copied([torch.ones(3)], torch.device(device))

@@ -236,6 +236,27 @@ def test_queries_that_are_not_finite(fmt: str, d: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("d", [64, 136])
+def test_the_least_queries_and_the_largest_scales(d: int) -> None:
+    """No value of fp32 is below a step. And what is made with care is multiplied as it is stored,
+    or products without their row's scale would be too large."""
+    first = np.eye(1, d, dtype=np.int64)
+    records = stored([np.full((1, d), 100), 127 * np.concatenate([first, 1 - first])], "int8", 1e38)
+    for value in (2.0**-149, 1e-44, 2.0**-126, 1.5 * 2.0**-127):
+        query = torch.full((2, d), value)
+        found, expected = maxsim_cuda(query, *records.args), maxsim_reference(query, *records.args)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=0), value
+    # Each token sees one row; the first's product is too large until a factor makes it less.
+    scales = torch.tensor([1e35, 1e-5]).view(torch.uint8).view(2, 4)
+    for row, scale in enumerate(scales):
+        place = int(records.offset_bytes[1]) + row * (4 + d)
+        records.buffer[place : place + 4] = scale
+    query = torch.tensor(np.concatenate([first * 1e-3, (1 - first) * 1e37]), dtype=torch.float32)
+    found, expected = maxsim_cuda(query, *records.args), maxsim_reference(query, *records.args)
+    assert 0 < expected[1] < torch.inf
+    assert torch.allclose(found[1], expected[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("d", [64, 136])
 @pytest.mark.parametrize("scale", some([1e-42, 1e33, math.inf, 1e-30, -math.inf, math.nan], 2))
 def test_scales_of_any_size(scale: float, d: int) -> None:
     """Of one row of a document; the others keep their scores. What is not finite counts as NaN,

@@ -434,6 +434,30 @@ def test_triton_has_the_rest(
     assert not launcher.launches
 
 
+def test_a_block_has_as_many_warps_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an H100, an A100, and a GPU for workstations: four at least, or Triton has the rows."""
+    kernels = [*by_warps.RINGS]
+    for kib, block_kib, fewest in ((228, 227, 8), (164, 163, 6), (100, 99, 4), (64, 63, 0)):
+        warps = {each: by_warps.warps_of(*each, kib * 1024) for each in kernels}
+        assert min(warps.values()) == fewest
+        for each, found in warps.items():
+            assert by_warps.shared_bytes(*each, found) <= block_kib * 1024
+            more = by_warps.shared_bytes(*each, max(found, 3) + 1) > block_kib * 1024
+            assert found == 8 or more
+    asked: list[int] = []
+
+    def is_there(name: str, kernel: str, device: torch.device, shared_bytes: int) -> bool:
+        asked.append(shared_bytes)
+        return True
+
+    monkeypatch.setattr(code, "is_there", is_there)
+    for kib, warps in ((164, 6), (64, 0)):
+        monkeypatch.setattr(by_warps, "_shared_bytes_of", lambda device, kib=kib: kib * 1024)
+        there = by_warps.is_compiled("fp32", 128, 32, torch.device("cpu"))
+        assert there == (warps > 0)
+    assert asked == [by_warps.shared_bytes("fp32", 128, 6)]
+
+
 def test_rings_are_those_of_the_source() -> None:
     text = (SOURCES / "maxsim.cu").read_text()
     found = re.findall(r"^MAXSIM\((\w+)_(\d+), \w+, (\d+), (\d+), (\d+)\)$", text, re.MULTILINE)

@@ -57,8 +57,8 @@ def maxsim(
     scaling by a power of two), which carry 22 bits and cost a second multiplication: 2 Lq
     multiply-adds for each byte of a document, which tensor cores do faster than memory brings the
     byte up to about Lq = 64. Kernels of csrc/cuda multiply int8 and bit1 rows in whole numbers, by
-    a query of 24 bits beside each token's largest value. fp32 rows are multiplied in fp32 without
-    tensor cores.
+    a query of 24 bits beside each token's largest value, and fp32 rows in two fp16 parts, to
+    within fp32's own bound; elsewhere fp32 rows are multiplied in fp32 without tensor cores.
 
     Raises:
         InvalidInputError: a wrong dtype, shape, device, format or ``d``; a record that does not lie

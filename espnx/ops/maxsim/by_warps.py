@@ -15,7 +15,8 @@ from .residual import ResidualFormat
 
 QUERY_TOKENS_MAX = 32
 ALIGNMENT_BYTES = 16  # of documents, and of the query
-WARPS = 8  # of a block, of which a multiprocessor has one
+WARPS = 8  # of a block, of which a multiprocessor has one; fewer where it has no room for rings
+_WARPS_MIN = 4  # with fewer too little would be on its way
 _MULTIPROCESSORS = 132  # of an H100 or H200, where there is no device to ask
 _PARTS_HELD, _PART_BYTES = 2, 8 * 32  # of the query, in registers; of 16 values of 8 tokens
 _TILE_ROWS = 16
@@ -150,30 +151,42 @@ def source_of(fmt: str) -> str:
     return "maxsim_fp32" if fmt == "fp32" else "maxsim"
 
 
-def shared_bytes(fmt: str, d: int) -> int:
-    """A block has the rings, 16 bytes about each stage, and what registers do not hold of the
-    query; of residual rows a table of weights, and centroids in fp32."""
+def shared_bytes(fmt: str, d: int, warps: int) -> int:
+    """A block has its warps' rings, 16 bytes about each stage, and what registers do not hold of
+    the query; of residual rows a table of weights, and centroids in fp32."""
     tiles, stages = RINGS[fmt, d]
     if source_of(fmt) == "maxsim_residual":
         ring_bytes = stages * (_TILE_ROWS * token_format(fmt).token_row_bytes(d) + 16)
         return (
-            _TABLE_BYTES + _BASE_BYTES + WARPS * (_CENTROID_TILES * _TILE_ROWS * 4 * d + ring_bytes)
+            _TABLE_BYTES + _BASE_BYTES + warps * (_CENTROID_TILES * _TILE_ROWS * 4 * d + ring_bytes)
         )
     # rows of floats lie multiples of 128 bytes apart, others as they come
     row_bytes = token_format(fmt).token_row_bytes(d)
     pitch = row_bytes if fmt in ("int8", "bit1") else -(-row_bytes // 128) * 128
     parts = (3 if fmt == "bf16" else 2) - _PARTS_HELD
     pieces = d // 16 * (QUERY_TOKENS_MAX // 8)
-    return WARPS * stages * (_TILE_ROWS * tiles * pitch + 16) + parts * pieces * _PART_BYTES
+    return warps * stages * (_TILE_ROWS * tiles * pitch + 16) + parts * pieces * _PART_BYTES
+
+
+def warps_of(fmt: str, d: int, multiprocessor_bytes: int = _SHARED_BYTES) -> int:
+    """Warps of a block for which a multiprocessor with so much shared memory has room; 0: too
+    few."""
+    others_bytes = shared_bytes(fmt, d, 0) + _SYSTEM_BYTES
+    ring_bytes = shared_bytes(fmt, d, 1) - shared_bytes(fmt, d, 0)
+    warps = min(WARPS, (multiprocessor_bytes - others_bytes) // ring_bytes)
+    return warps if warps >= min(WARPS, _WARPS_MIN) else 0
 
 
 def is_compiled(fmt: str, d: int, n_query_tokens: int, device: torch.device) -> bool:
     """Whether a kernel can be launched for such rows and queries."""
     if n_query_tokens > QUERY_TOKENS_MAX:
         return False
+    room_bytes = _shared_bytes_of(device)
     if (fmt, d) in RINGS:
-        return device_code.is_there(source_of(fmt), name_of(fmt, d), device, shared_bytes(fmt, d))
-    plan = sliced(fmt, d, _shared_bytes_of(device))
+        warps = warps_of(fmt, d, room_bytes)
+        given = source_of(fmt), name_of(fmt, d), device, shared_bytes(fmt, d, warps)
+        return warps > 0 and device_code.is_there(*given)
+    plan = sliced(fmt, d, room_bytes)
     return plan is not None and device_code.is_there(SLICED, plan.kernel, device, plan.shared_bytes)
 
 
@@ -209,13 +222,14 @@ def launch(
     query = _aligned(query)
     further: tuple[device_code.Argument, ...] = ()
     blocks = blocks_max(query.device)
-    if plan := sliced(fmt, d, _shared_bytes_of(query.device)):
+    room_bytes = _shared_bytes_of(query.device)
+    if plan := sliced(fmt, d, room_bytes):
         source, kernel, warps, size = SLICED, plan.kernel, plan.warps, plan.shared_bytes
         blocks *= plan.resident
         further = tuple(ctypes.c_uint32(each) for each in (d, plan.stages, plan.buffers))
     else:
-        source, kernel, warps = source_of(fmt), name_of(fmt, d), WARPS
-        size = shared_bytes(fmt, d)
+        source, kernel, warps = source_of(fmt), name_of(fmt, d), warps_of(fmt, d, room_bytes)
+        size = shared_bytes(fmt, d, warps)
         if source == "maxsim_residual":
             further = (_aligned(tables[0]), tables[1], ctypes.c_uint32(len(tables[0])))
     device_code.launch(
