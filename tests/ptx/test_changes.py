@@ -330,10 +330,11 @@ def test_one_less_is_noticed(program: str, step: int, launch: Callable[..., Any]
 def test_one_less_in_cuda_is_noticed(
     program: str, step: int, device_code: Callable[..., Any]
 ) -> None:
-    """Every barrier and wait, and of branches at least two in five. Of the others some lead past a
-    loop that has no turn to take, some back to a loop that loads ahead where the one after it does
-    the rest, some past a store of the same value by further lanes or warps; which they are differs
-    between compilers."""
+    """Every barrier and wait, and of branches at least two in five; of attention's one in four, as
+    caps, windows, slopes and masks are branches, too, which this program has none of. Of the others
+    some lead past a loop that has no turn to take, some back to a loop that loads ahead where the
+    one after it does the rest, some past a store of the same value by further lanes or warps; which
+    they are differs between compilers."""
     monkey = pytest.MonkeyPatch()
     monkey.setattr("tests.ptx.running.STEPS_MAX", 20_000)  # of the unchanged ones: 3,000
     name, entry, n_barriers = DEVICE_CODE[program]
@@ -350,7 +351,7 @@ def test_one_less_in_cuda_is_noticed(
     monkey.undo()
     assert len(barriers) == n_barriers
     assert {each.kind for each in unnoticed} <= {"branch"}
-    share = 0.6 if step == 1 else 0.9  # of a few
+    share = 0.9 if step > 1 else 0.75 if "attention" in program else 0.6
     assert len(unnoticed) <= share * len(branches), "\n".join(
         f"line {each.line}: {each.before}" for each in unnoticed
     )
