@@ -135,6 +135,22 @@ def test_as_launched(device_code: Callable[..., Any], fmt: str, d: int) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize(
+    ("fmt", "d"), some([("bf16", 128), ("residual4", 128), ("fp32", 128), *RINGS], 3)
+)
+def test_as_launched_where_there_is_room_for_fewer_warps(
+    device_code: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fmt: str, d: int
+) -> None:
+    """Four to seven, by a GPU of 100 KiB."""
+    monkeypatch.setattr(by_warps, "_shared_bytes_of", lambda device: 100 * 1024)
+    monkeypatch.setattr(by_warps, "_MULTIPROCESSORS", 1)
+    launcher = device_code()
+    records = scatter([normals(n, d, seed=n) for n in (3, 17, 0, 1, 33, 2, 9)], fmt, align_bytes=16)
+    check(normals(9, d, seed=3), records)
+    assert launcher.launches == [f"espnx_maxsim_{fmt}_{d}"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
     ("fmt", "d"),
     some(
         [("fp16", 64), ("bf16", 64), ("int8", 64), ("bit1", 128), ("residual2", 96), ("fp32", 96)],
