@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import Executor
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+#: Ctrl-C is seen at least this often: Python misses a signal that comes just as a wait begins.
+_SIGNAL_CHECK_S = 0.05
 
 
 class Members(Protocol):
@@ -55,17 +59,13 @@ def clock_of(device: object) -> Clock | None:
 
 
 class Job(Generic[T]):
-    """A call in a thread of `Workers`, which made it.
-
-    Attributes:
-        has_ended: it has returned, or raised.
-    """
+    """A call in a thread of `Workers`, which made it."""
 
     def __init__(self, clocks: Sequence[Clock], call: Callable[[], T], pool: Executor):
         self._clocks, self._call = clocks, call
         self._members = [clock.members.join() for clock in clocks]
         self._lock = threading.Lock()  # guards what follows
-        self.has_ended = False
+        self._has_ended = False
         self._resting: list[tuple[Clock, int]] = []  # who waits for it
         try:
             self._future = pool.submit(self._run)
@@ -86,7 +86,7 @@ class Job(Generic[T]):
     def _end(self) -> None:
         """Whoever waits for it is at work before it leaves: the clock does not move between."""
         with self._lock:
-            self.has_ended = True
+            self._has_ended = True
             self._wake()
             for clock, member in zip(self._clocks, self._members, strict=True):
                 clock.members.leave(member)
@@ -96,30 +96,33 @@ class Job(Generic[T]):
             clock.members.resume(member)
         self._resting = []
 
-    def result(self) -> T:
-        """Waits for it. Raises what it raised."""
-        with self._lock:
-            if not self.has_ended:
-                self._resting = [
-                    (clock, clock.member) for clock in self._clocks if clock.member is not None
-                ]
-                for clock, member in self._resting:
-                    clock.members.rest(member)
+    def wait(self) -> None:
+        """Waits until it has ended, whatever it raised: what is raised here, as Ctrl-C, came to the
+        thread that waits."""
         try:
-            return self._future.result()
+            with self._lock:
+                if not self._has_ended:
+                    self._resting = [
+                        (clock, clock.member) for clock in self._clocks if clock.member is not None
+                    ]
+                    for clock, member in self._resting:
+                        clock.members.rest(member)
+            while not futures.wait([self._future], timeout=_SIGNAL_CHECK_S).done:
+                pass
         finally:
             with self._lock:
                 self._wake()
+
+    def result(self) -> T:
+        """Waits for it. Raises what it raised."""
+        self.wait()
+        return self._future.result()
 
 
 def wait(jobs: Iterable[Job[Any]]) -> None:
     """Waits until all have ended, whatever they raised."""
     for job in jobs:
-        try:
-            job.result()
-        except BaseException:
-            if not job.has_ended:  # Ctrl-C, in the thread that waits
-                raise
+        job.wait()
 
 
 class Workers:

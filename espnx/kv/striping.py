@@ -25,7 +25,7 @@ from ..device.interface import (
 )
 from ..device.row_layout import RowLayout
 from ..device.several import files_of, stats_of, together
-from ..device.workers import Workers, wait
+from ..device.workers import Job, Workers, wait
 from ..ops.attention import Queries, RowsInMemory
 from ..streams import Stream, current_stream, on
 
@@ -242,14 +242,16 @@ class StripedDevices:
         tails = self._tails(tickets[0], queries, tail)
         stream = current_stream(queries.q.device)
         with Workers(self.devices) as workers:
-            jobs = [
-                workers.submit(self._pool, _attend_on, stream, attend, device, ticket, queries, own)
-                for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
-            ]
+            jobs = list[Job[tuple[torch.Tensor, torch.Tensor]]]()
             try:
+                for device, ticket, own in zip(self.devices, tickets, tails, strict=True):
+                    job = workers.submit(
+                        self._pool, _attend_on, stream, attend, device, ticket, queries, own
+                    )
+                    jobs.append(job)
                 # also where one has failed: nobody may still be at work when the caller goes on
                 wait(jobs)
-            except BaseException:  # Ctrl-C
+            except BaseException:  # Ctrl-C, or no thread could be had
                 self.forget()  # wakes whoever waits for a read
                 wait(jobs)
                 raise

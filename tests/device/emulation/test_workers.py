@@ -3,13 +3,20 @@ the machine runs first."""
 
 from __future__ import annotations
 
+import linecache
+import os
 import random
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -17,6 +24,7 @@ import torch
 
 import espnx
 from espnx import errors
+from espnx.device import workers as waiting_threads
 from espnx.device.emulation.topology import Topology
 from espnx.device.model.spec import load_preset
 from espnx.device.plain import SsdDevice
@@ -185,13 +193,91 @@ def test_jobs_that_fail_leave() -> None:
         )
 
 
+class InterruptedAt:
+    """Ctrl-C at the nth line of `workers` that this thread comes to; at none that takes a lock, or
+    gives it back, where Python does not look for signals."""
+
+    def __init__(self, nth: int):
+        self.left = nth
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Self | None:
+        if frame.f_code.co_filename != waiting_threads.__file__:
+            return None
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not source.lstrip().startswith("with "):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_ctrl_c_at_each_line_of_a_wait() -> None:
+    """It is raised, also where it comes as a job is left that has ended or failed, and the clock
+    goes on."""
+    nth, has_come = 0, True
+    while has_come:
+        nth += 1
+        held, interrupted = threading.Event(), InterruptedAt(nth)
+        with (
+            Topology(spec(), 1, stretch=0) as topology,
+            ThreadPoolExecutor(3) as pool,
+            Workers([topology]) as workers,
+        ):
+            ended = [workers.submit(pool, abs, -1), workers.submit(pool, int, "no number")]
+            wait(ended)
+            release = threading.Timer(0.01, held.set)
+            jobs = [*ended, workers.submit(pool, held.wait, 5.0)]
+            before = sys.gettrace()
+            try:
+                sys.settrace(interrupted)
+                wait(ended)
+                if interrupted.left > 0:  # the last one is waited for where Ctrl-C has not come yet
+                    release.start()
+                wait(jobs)
+            except KeyboardInterrupt:
+                has_come = True
+            else:
+                has_come = False
+            finally:
+                sys.settrace(before)
+                held.set()
+            assert has_come == (interrupted.left <= 0), "it was swallowed"
+            wait(jobs)
+            assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == 1.0
+    assert nth > 20
+
+
+def test_ctrl_c_just_as_a_wait_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has looked for signals and waits from now on: none wakes it."""
+    own, held = futures.wait, threading.Event()
+
+    def deaf(*args: Any, **options: Any) -> Any:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            os.kill(os.getpid(), signal.SIGINT)  # which another thread takes note of
+            return own(*args, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    with ThreadPoolExecutor(1) as pool, Workers([]) as workers:
+        job = workers.submit(pool, held.wait, 5.0)
+        monkeypatch.setattr(futures, "wait", deaf)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                job.wait()
+            monkeypatch.undo()
+            held.set()
+            assert job.result(), "the wait was as long as the job"
+        finally:
+            held.set()
+
+
 def test_devices_without_a_clock() -> None:
     """A thread pool, and nothing else; so is one on devices that the wall moves."""
     for device in (SsdDevice("."), Topology(spec(), 1, stretch=1e-6)):
         with ThreadPoolExecutor(1) as pool, Workers([device]) as workers:
             job: Job[int] = workers.submit(pool, max, 3, 4)
             assert job.result() == 4
-            assert job.has_ended
 
 
 @pytest.mark.parametrize("n", [2, 16])

@@ -15,6 +15,7 @@ from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.tiny import enabled, expected, generate, prompt
 
 LENGTHS = [21, 20]
+NEVER = FaultRule("never", operation="read", nth=7, count=1)
 
 
 def interrupted(storage: list[str], stalled: str, result: str) -> int:
@@ -24,7 +25,8 @@ def interrupted(storage: list[str], stalled: str, result: str) -> int:
     made: list[FaultyEngine] = []
 
     def engine() -> FaultyEngine:
-        made.append(FaultyEngine([FaultRule("never", operation="read", nth=7, count=1)]))
+        # one device alone: nobody interrupts what stalls after the interruption
+        made.append(FaultyEngine([] if made else [NEVER]))
         return made[-1]
 
     def watch() -> None:
