@@ -10,10 +10,11 @@ import os
 import random
 import select
 import signal
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,6 +168,25 @@ def until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
             return True
         time.sleep(0.002)
     return condition()
+
+
+@contextlib.contextmanager
+def interrupted(is_time: Callable[[], bool]) -> Iterator[None]:
+    """Ctrl-C, once: a signal to this process as soon as `is_time` says so, of another thread."""
+
+    def interrupt() -> None:
+        if until(is_time):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    # a shell that starts its children in the background has it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 T = TypeVar("T")

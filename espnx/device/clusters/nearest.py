@@ -9,8 +9,10 @@ threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +20,44 @@ import torch
 from ...checks import check_whole
 from ...ops.distances import distances
 from ..vectors.interface import REPLY, ClusterDevice
-from ..workers import Workers, wait
+from ..workers import Job, Workers, wait
 from .device import SsdClusterDevice
 from .layout import ID_BYTES, ClusterFile
 
 HOST_THREADS_MAX = 32
 #: (ids int32 [m], distances float32 [m]).
 Found = tuple[np.ndarray, np.ndarray]
+
+
+class _Asked(Protocol):
+    def cancel(self) -> None: ...
+
+
+AskedT = TypeVar("AskedT", bound=_Asked)
+
+
+class _UnderWay:
+    """What threads have asked for, so that another one can call it off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._asked = list[_Asked]()
+        self._is_wanted = True
+
+    def add(self, asked: AskedT) -> AskedT:
+        with self._lock:
+            self._asked.append(asked)
+            is_wanted = self._is_wanted
+        if not is_wanted:
+            asked.cancel()
+        return asked
+
+    def cancel(self) -> None:
+        """Whoever waits for any of it, or will, gets TransferCancelledError."""
+        with self._lock:
+            self._is_wanted = False
+        for each in self._asked:
+            each.cancel()
 
 
 def nearest_by_command(
@@ -50,9 +83,9 @@ def nearest_by_command(
         where the clusters hold fewer. An id that lies in several clusters counts once.
     """
 
-    def search(share: np.ndarray) -> Found:
+    def search(share: np.ndarray, under_way: _UnderWay) -> Found:
         ticket = device.distances(query, share, metric=metric, deadline_s=deadline_s)
-        return nearest(ticket.finish(), k)
+        return nearest(under_way.add(ticket).finish(), k)
 
     return _over_threads(device, search, np.asarray(clusters), k, threads)
 
@@ -72,8 +105,8 @@ def nearest_by_read(
     wanted = device.clusters.check_clusters(clusters)
     device.commands(query, wanted[:1], metric=metric)  # refuses what that does
 
-    def search(share: np.ndarray) -> Found:
-        return _read_and_measure(device, query, share, k, metric, deadline_s)
+    def search(share: np.ndarray, under_way: _UnderWay) -> Found:
+        return _read_and_measure(device, query, share, k, metric, deadline_s, under_way)
 
     return _over_threads(device, search, wanted, k, threads)
 
@@ -98,7 +131,7 @@ def _sorted(replies: np.ndarray, k: int) -> Found:
 
 def _over_threads(
     device: ClusterDevice,
-    search: Callable[[np.ndarray], Found],
+    search: Callable[[np.ndarray, _UnderWay], Found],
     clusters: np.ndarray,
     k: int,
     threads: int,
@@ -106,11 +139,18 @@ def _over_threads(
     check_whole("k, vectors wanted", k, 1)
     check_whole("threads of the host", threads, 1, HOST_THREADS_MAX)
     if threads == 1 or len(clusters) < 2:
-        return search(clusters)
+        return search(clusters, _UnderWay())
     shares = np.array_split(clusters, min(threads, len(clusters)))
+    under_way, jobs = _UnderWay(), list[Job[Found]]()
     with ThreadPoolExecutor(len(shares)) as pool, Workers([device]) as workers:
-        jobs = [workers.submit(pool, search, share) for share in shares]
-        wait(jobs)
+        try:
+            for share in shares:
+                jobs.append(workers.submit(pool, search, share, under_way))
+            wait(jobs)
+        except BaseException:  # Ctrl-C, or no thread could be had: the pool waits for its threads
+            under_way.cancel()
+            wait(jobs)
+            raise
         found = [job.result() for job in jobs]
     replies = np.empty(sum(len(ids) for ids, _ in found), REPLY)
     replies["id"], replies["distance"] = (
@@ -126,11 +166,12 @@ def _read_and_measure(
     k: int,
     metric: str,
     deadline_s: float,
+    under_way: _UnderWay,
 ) -> Found:
     file = device.clusters
     best = np.empty(0, REPLY)
     for some in _bounded(file, clusters):
-        future = device.read(some, deadline_s=deadline_s)
+        future = under_way.add(device.read(some, deadline_s=deadline_s))
         position = future.position_bytes.numpy()
         for items in future:
             arrived = items.numpy()

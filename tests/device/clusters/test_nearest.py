@@ -3,6 +3,8 @@ host threads."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,9 @@ from espnx.device.clusters.layout import FORMATS
 from espnx.device.clusters.nearest import nearest
 from espnx.device.vectors.interface import REPLY
 from espnx.ops.distances import METRICS
+from espnx.storage import FaultRule, FaultyEngine
 from tests.device.clusters.made import make
+from tests.storage.common import interrupted
 
 ALGORITHMS = (nearest_by_read, nearest_by_command)
 
@@ -104,3 +108,22 @@ def test_what_is_refused(
         pytest.raises(errors.InvalidInputError, match=message),
     ):
         algorithm(device, made.query(), [0, 1], **{"k": 1, **change})  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_ctrl_c_while_a_read_stalls(
+    folder: Path, algorithm: Callable[..., tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """It does not wait for the threads' deadlines, and the device answers what comes next."""
+    made = make(folder, [30, 0, 70, 1, 200, 64, 5])
+    query, wanted = made.query(), [6, 0, 4, 2, 1]
+    engine = FaultyEngine([FaultRule("never", path="*clusters.bin", count=2, operation="read")])
+    with open_clusters(made.directory, engine=engine) as device:
+        begun = time.perf_counter()
+        with interrupted(lambda: engine.stats().fault_hits == 2), pytest.raises(KeyboardInterrupt):
+            algorithm(device, query, wanted, 10, threads=5, deadline_s=60.0)
+        assert time.perf_counter() - begun < 30
+        assert found(algorithm(device, query, wanted, 10, threads=5)) == made.nearest(
+            query, wanted, 10
+        )
+    engine.close(grace_s=0.05)
