@@ -309,6 +309,13 @@ class PyGraphSearch {
                           to_tensor(std::move(seconds_)));
   }
 
+  // While another thread waits, too.
+  void cancel() {
+    if (process_ != getpid()) return;  // the parent's
+    py::gil_scoped_release unlocked;
+    GraphSearcher::call_off(job_);
+  }
+
  private:
   void take_filter(const py::dict& given) {
     const graph::PageLayout& layout = searcher_->view().layout;
@@ -610,7 +617,8 @@ void bind_graph(py::module_& m) {
         py::arg("threads"));
   py::class_<PyGraphSearch>(m, "GraphSearch")
       .def("partial", &PyGraphSearch::partial)
-      .def("finish", &PyGraphSearch::finish);
+      .def("finish", &PyGraphSearch::finish)
+      .def("cancel", &PyGraphSearch::cancel);
   py::class_<graph::PageLayout>(m, "PageLayout")
       .def(py::init(&make_layout), py::kw_only(), py::arg("n"), py::arg("dim"), py::arg("format"),
            py::arg("degree"), py::arg("code_bytes"), py::arg("inline_codes"),

@@ -123,8 +123,12 @@ void GraphSearcher::finish(const std::shared_ptr<Job>& job,
   wait(job, [&] { return job->left == 0; }, interrupted);
 }
 
-void GraphSearcher::cancel(const std::shared_ptr<Job>& job) {
+void GraphSearcher::call_off(const std::shared_ptr<Job>& job) {
   job->fail(make_failure(io::Kind::cancelled, "searching a graph: nobody waits for it any more"));
+}
+
+void GraphSearcher::cancel(const std::shared_ptr<Job>& job) {
+  call_off(job);
   {
     std::lock_guard all(mutex_);
     jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), job), jobs_.end());

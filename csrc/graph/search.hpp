@@ -87,6 +87,10 @@ class GraphSearcher {
   // Waits for the end of all walks.
   void finish(const std::shared_ptr<Job>& job, const std::function<bool()>& interrupted);
 
+  // Whoever waits for a search, or will, gets FailureError (cancelled), unless it has ended. Any
+  // thread; does not wait.
+  static void call_off(const std::shared_ptr<Job>& job);
+
   // Ends a search that nobody waits for any more. A second call does nothing, as one after the end.
   void cancel(const std::shared_ptr<Job>& job);
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +21,7 @@ from .filters import row_mask
 from .format import GraphShare
 from .index import GraphIndex
 from .neighbours import Neighbours
+from .search.under_way import GraphSearch
 from .vectors import read_vectors
 from .write import KIND
 
@@ -100,9 +100,6 @@ class PrivateGraphs:
             self._first = np.concatenate(
                 [np.zeros(1, np.int64), np.cumsum([len(each) for each in self.graphs])]
             )
-            self._pool = opened.enter_context(
-                ThreadPoolExecutor(len(self.graphs), thread_name_prefix="espnx-graph")
-            )
             self._opened = opened.pop_all()
 
     def __len__(self) -> int:
@@ -123,17 +120,13 @@ class PrivateGraphs:
         Raises what `GraphIndex.search` raises.
         """
         for graph in self.graphs:
-            # after a fork the threads of the pool are the parent's, and would be waited for
             graph.check_open()
-        shares = self._shares(include, "include"), self._shares(exclude, "exclude")
-        found = list(
-            self._pool.map(
-                lambda graph, included, excluded: graph.search(
-                    queries, k, include=included, exclude=excluded, **options
-                ),
-                self.graphs,
-                *shares,
-            )
+        found = self._found(
+            queries,
+            k,
+            self._shares(include, "include"),
+            self._shares(exclude, "exclude"),
+            **options,
         )
         ids = np.concatenate(
             [
@@ -164,6 +157,27 @@ class PrivateGraphs:
             seconds=np.max([each.seconds for each in found], axis=0),
             page_bytes=found[0].page_bytes,
         )
+
+    def _found(
+        self,
+        queries: Any,
+        k: int,
+        included: Sequence[np.ndarray | None],
+        excluded: Sequence[np.ndarray | None],
+        **options: Any,
+    ) -> list[Neighbours]:
+        """What each graph has found. Walks are all under way together, in threads of the graphs.
+        Begun and waited for in the caller's thread, where Ctrl-C comes: what a filter needs is read
+        for one graph after the other."""
+        searches = list[GraphSearch]()
+        try:
+            for graph, some, others in zip(self.graphs, included, excluded, strict=True):
+                searches.append(graph.start(queries, k, include=some, exclude=others, **options))
+            return [search.finish() for search in searches]
+        except BaseException:
+            for search in searches:
+                search.cancel()
+            raise
 
     def _shares(self, rows: Any, name: str) -> list[np.ndarray | None]:
         """Each graph's part of some rows of the whole input, bool [its vectors]."""

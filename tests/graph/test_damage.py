@@ -3,8 +3,12 @@ the graph can be searched again."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 
 import espnx.graph
 from espnx import errors
+from espnx.graph.devices.walks import GraphWalks
 from espnx.graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS
 from espnx.storage import FaultRule
 from espnx.storage.manifest import NAME
@@ -191,6 +196,30 @@ def test_searches_go_on_after_reads_that_never_end(
             found = index.search(query, 5, list_size=30, beam_width=1, deadline_s=20.0)
             assert np.array_equal(found.ids, plain.search(query, 5, list_size=30, beam_width=1).ids)
         assert time.monotonic() - begun < 10, "every step waits for reads that never end"
+
+
+@one_graph
+@pytest.mark.parametrize("way", ["a search", "a device"])
+def test_a_search_is_called_off_while_another_thread_waits(
+    graph: Path, queries: np.ndarray, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """For a read that never ends; what is asked for next is found."""
+    lost = FaultRule("never", operation="read", count=1)
+    opened = partial(espnx.graph.GraphIndex, rules=[lost])
+    monkeypatch.setattr("espnx.graph.devices.walks.GraphIndex", opened)
+    with contextlib.closing(GraphWalks(graph)) as device:
+        ticket = device.walk(queries[:3], 5, list_size=30, deadline_s=60.0)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(ticket.finish)
+            assert not futures.wait([found], timeout=0.1).done
+            ticket.cancel() if way == "a search" else device.forget()
+            assert isinstance(found.exception(timeout=20), errors.TransferCancelledError)
+        with pytest.raises(errors.TransferCancelledError):
+            ticket.finish()
+        again = device.walk(queries[:3], 5, list_size=30).finish()
+    with espnx.graph.open(graph) as plain:
+        expected = plain.search(queries[:3], 5, list_size=30)
+    assert np.array_equal(again.ids, expected.ids)
 
 
 @one_graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ import espnx.device
 import espnx.graph
 from espnx import errors
 from espnx.device.graph import SsdGraphDevice
-from espnx.storage import NativeEngine
+from espnx.storage import FaultRule, NativeEngine
 from espnx.storage.manifest import read_manifest, write_manifest
 from tests.graph.conftest import exact, recall_of
+from tests.storage.common import interrupted
 
 
 def test_a_device_walks_over_a_stored_graph(
@@ -144,6 +146,24 @@ def test_private_graphs_are_those_of_one_build(tmp_path: Path) -> None:
     for values in (("0" * 31, 0, 1), ("0" * 32, 1, 1), ("0" * 32, 0, 0)):
         with pytest.raises(errors.InvalidInputError):
             espnx.graph.GraphShare(*values)
+
+
+def test_ctrl_c_while_a_private_graph_stalls(
+    tmp_path: Path, base: np.ndarray, queries: np.ndarray
+) -> None:
+    """It waits for no deadline, nor does closing the graphs."""
+    paths = [tmp_path / str(number) for number in range(2)]
+    espnx.graph.build_private(base[:500], paths, max_degree=16, list_size=40)
+    stalled = FaultRule("never", operation="read", nth=3)
+    begun = float("inf")
+    with (
+        interrupted(lambda: time.monotonic() > begun + 0.3),
+        pytest.raises(KeyboardInterrupt),
+        espnx.graph.PrivateGraphs(paths, rules=[stalled]) as graphs,
+    ):
+        begun = time.monotonic()
+        graphs.search(queries, 10, deadline_s=100.0)
+    assert time.monotonic() - begun < 50
 
 
 def test_fewer_vectors_than_directories(tmp_path: Path) -> None:

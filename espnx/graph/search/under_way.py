@@ -13,7 +13,7 @@ from ..neighbours import Neighbours, shown
 
 class GraphSearch:
     """A search under way in the threads of a graph; see `GraphIndex.start`. One thread at a time
-    may ask it. Ends when nobody holds it."""
+    may ask it, and any may call it off meanwhile. Ends when nobody holds it."""
 
     def __init__(self, facts: GraphFacts, k: int, search: Any, **shared: Any):
         self._facts, self._k, self._search, self._shared = facts, k, search, shared
@@ -42,12 +42,13 @@ class GraphSearch:
         if isinstance(self._search, Neighbours):
             return self._search
         self._check_wanted()
+        search = self._search
         try:
-            rows, far, pages, code_pages, measured, estimated, seconds = self._search.finish()
+            rows, far, pages, code_pages, measured, estimated, seconds = search.finish()
         except errors.EspnxError as error:
             self._failure = error
             raise
-        self._search = Neighbours(
+        self._search = found = Neighbours(
             rows.numpy().reshape(-1, self._k),
             shown(self._facts.metric, far.numpy().reshape(-1, self._k)),
             pages.numpy(),
@@ -58,7 +59,7 @@ class GraphSearch:
             self._facts.layout.page_bytes,
             **self._shared,
         )
-        return self._search
+        return found
 
     def _check_wanted(self) -> None:
         if self._failure is not None:
@@ -67,6 +68,9 @@ class GraphSearch:
             raise errors.TransferCancelledError("the walks are not needed")
 
     def cancel(self) -> None:
-        """Ends the walks, unless they have ended: whoever asks raises TransferCancelledError."""
-        if not isinstance(self._search, Neighbours):
+        """Ends the walks, unless they have ended: whoever waits, or asks later, raises
+        TransferCancelledError."""
+        search = self._search
+        if search is not None and not isinstance(search, Neighbours):
+            search.cancel()
             self._search = None

@@ -35,12 +35,14 @@ class ChangedSearch(GraphSearch):
         walk: WalkRequest,
         mask: np.ndarray | None,
         inner: GraphSearch | None,
-        again: Callable[[np.ndarray], Neighbours] | None,
+        again: Callable[[np.ndarray], GraphSearch] | None,
     ):
         super().__init__(pages.facts, walk.k, None)
         self._pending, self._walk, self._mask = pending, walk, mask
         self._inner, self._again = inner, again
+        self._more: GraphSearch | None = None
         self._found: Neighbours | None = None
+        self._is_wanted = True
 
     def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:
         """See `GraphSearch.partial`."""
@@ -70,8 +72,10 @@ class ChangedSearch(GraphSearch):
 
     def cancel(self) -> None:
         """See `GraphSearch.cancel`."""
-        if self._found is None and self._inner is not None:
-            self._inner.cancel()
+        self._is_wanted = False
+        for search in (self._inner, self._more):
+            if self._found is None and search is not None:
+                search.cancel()
 
     def _living(self, found: Neighbours) -> Neighbours:
         """The first k of each query that are not deleted."""
@@ -92,7 +96,10 @@ class ChangedSearch(GraphSearch):
         short = np.flatnonzero((found.ids >= 0).sum(axis=1) < min(self._walk.k, living))
         if not len(short):
             return found
-        more = self._again(short)
+        self._more = self._again(short)
+        if not self._is_wanted:  # since before it began
+            self._more.cancel()
+        more = self._more.finish()
         names = ("ids", "distances")
         sums = ("pages", "code_pages", "measured", "estimated", "seconds")
         changed = {name: getattr(found, name).copy() for name in (*names, *sums)}
@@ -128,10 +135,10 @@ def search_changed(
         longer = max(walk.k, length)
         inner = pages.search(replace(walk, k=longer, list_size=max(length, longer)), None)
 
-        def again(short: np.ndarray) -> Neighbours:
+        def again(short: np.ndarray) -> GraphSearch:
             some = torch.from_numpy(short)
             part = replace(walk, native=walk.native[some], wide=walk.wide[some])
-            return pages.search(part, _allowed(pages, pending, None, walk.deadline_s)).finish()
+            return pages.search(part, _allowed(pages, pending, None, walk.deadline_s))
 
         return ChangedSearch(pages, pending, walk, mask, inner, again)
     allowed = _allowed(pages, pending, mask, walk.deadline_s)
