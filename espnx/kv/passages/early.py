@@ -51,6 +51,7 @@ class EarlyReads:
         self._held_bytes = 0
         self.started_bytes = self.used_bytes = self.wasted_bytes = self.arrived_bytes = 0
         self._is_open = True
+        self._front: Future | None = None  # the newest that `library.find` waits for
 
     def only(self, identities: Collection[Identity]) -> None:
         """Reads that are under way for other texts end, before anything else is waited for."""
@@ -62,6 +63,13 @@ class EarlyReads:
             if not is_wanted(read.extent) and not read.future.done():
                 self._drop(key)
 
+    def begun(self, front: Future) -> None:
+        """A read that is waited for before there is anything to want: `close` ends it, too."""
+        with self._lock:
+            self._front = front
+            if not self._is_open:
+                front.cancel()
+
     def want(self, extents: Sequence[Extent]) -> None:
         """The passages that are likely now, the likeliest first, instead of those before. Reads
         that are under way for others end; what has arrived of these stays while there is room.
@@ -70,7 +78,7 @@ class EarlyReads:
             extents: pinned; the pins are this object's from here on.
         """
         with self._lock:
-            self._pins += extents
+            self._pins, self._front = self._pins + list(extents), None
             if not self._is_open:
                 self._leave()
                 return
@@ -152,6 +160,8 @@ class EarlyReads:
         """Ends what is under way. May be called again."""
         with self._lock:
             self._is_open = False
+            if self._front is not None:
+                self._front.cancel()
             for key in list(self._reads):
                 self._drop(key)
             self._leave()

@@ -237,22 +237,29 @@ class Index:
         """The extents that are ready, pinned; None where there is none. Each is used once more from
         here on, unless `is_use` says that somebody may only be about to use it."""
         found = list[Place | None]()
-        with self.change():
-            for identity, ids in wanted:
-                place = self._place(identity, ids)
-                if place is None or not place.is_ready or not self._pins.use(place.number):
-                    found.append(None)
-                    continue
-                found.append(place)
-                if not is_use:
-                    continue
-                self._db.execute(
-                    "UPDATE extents SET uses = uses + 1, last_used_s = ?, priority = (uses + 1) * "
-                    "cost / size_bytes + (SELECT value FROM about WHERE name = 'clock') WHERE "
-                    "number = ?",
-                    (time.time(), place.number),
-                )
+        try:
+            with self.change():
+                for identity, ids in wanted:
+                    place = self._place(identity, ids)
+                    if place is None or not place.is_ready or not self._pins.use(place.number):
+                        found.append(None)
+                        continue
+                    found.append(place)
+                    if is_use:
+                        self._count_use(place)
+        except BaseException:
+            for place in found:
+                if place is not None:
+                    self._pins.leave(place.number)
+            raise
         return found
+
+    def _count_use(self, place: Place) -> None:
+        self._db.execute(
+            "UPDATE extents SET uses = uses + 1, last_used_s = ?, priority = (uses + 1) * cost / "
+            "size_bytes + (SELECT value FROM about WHERE name = 'clock') WHERE number = ?",
+            (time.time(), place.number),
+        )
 
     def _place(self, identity: Identity, ids: np.ndarray) -> Place | None:
         row = self._db.execute(

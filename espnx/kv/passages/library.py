@@ -153,6 +153,7 @@ class Library:
         *,
         known: Mapping[int, Extent] | None = None,
         is_use: bool = True,
+        begun: Callable[[Future], object] | None = None,
     ) -> list[Extent | None]:
         """The extents of these texts, pinned until `leave`; None where there is none, or where its
         front is damaged.
@@ -160,6 +161,9 @@ class Library:
         Args:
             known: by number, extents that the caller has pinned: their fronts are not read again.
             is_use: counts as a use of each, by which it is kept longer.
+            begun: is told of each read that is waited for, before it is, to call it off.
+
+        Raises DeadlineExceededError; TransferCancelledError for a read that was called off.
         """
         with self._lock:
             places = self._index.find(wanted, is_use=is_use)
@@ -168,11 +172,19 @@ class Library:
                 for place, (identity, _) in zip(places, wanted, strict=True)
                 if place is not None
             ]
-            by_number = self._fronts(there, known or {})
+            try:
+                by_number = self._fronts(there, known or {}, begun)
+            except BaseException:
+                for place, _ in there:
+                    self._pins.leave(place.number)
+                raise
         return [None if place is None else by_number.get(place.number) for place in places]
 
     def _fronts(
-        self, there: Sequence[tuple[Place, Identity]], known: Mapping[int, Extent]
+        self,
+        there: Sequence[tuple[Place, Identity]],
+        known: Mapping[int, Extent],
+        begun: Callable[[Future], object] | None,
     ) -> dict[int, Extent]:
         """Reads and checks what lies in front of extents that are pinned; those that are damaged
         are left."""
@@ -188,11 +200,11 @@ class Library:
         sizes = [shape.front_bytes(identity.tokens) for _, identity in once.values()]
         begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         memory = self.engine.memory(max(int(begins[-1]), 1))
-        is_read = not once or self._read(files, offsets, sizes, memory)
+        is_read = not once or self._read(files, offsets, sizes, memory, begun)
         for number, (place, identity) in enumerate(once.values()):
             size, front = sizes[number], memory[int(begins[number]) : int(begins[number + 1])]
             if not is_read and not self._read(
-                files[number : number + 1], [offsets[number]], [size], front
+                files[number : number + 1], [offsets[number]], [size], front, begun
             ):
                 read = None
             else:
@@ -214,13 +226,17 @@ class Library:
         offsets: Sequence[int],
         sizes: Sequence[int],
         memory: torch.Tensor,
+        begun: Callable[[Future], object] | None = None,
     ) -> bool:
         """Whether bytes could be read, which come one after the other."""
         begins = np.concatenate([[0], np.cumsum(sizes)])[: len(sizes)].astype(np.int64)
         try:
             plan = Plan.of(list(files), list(offsets), list(sizes), begins.tolist())
             # somebody waits for it: ahead of rows that may be wanted later
-            self.engine.read(plan, memory, priority=1, deadline_s=self.deadline_s).wait()
+            future = self.engine.read(plan, memory, priority=1, deadline_s=self.deadline_s)
+            if begun is not None:
+                begun(future)
+            future.wait()
         except (errors.ReadError, errors.TruncatedFileError):
             return False
         return True

@@ -21,7 +21,7 @@ from espnx.kv.passages import library as libraries
 from espnx.kv.passages.extent import Extent, Identity, RowShape
 from espnx.kv.passages.library import DATA, INDEX, ExtentWriter, Library
 from espnx.storage.native import FaultRule, FaultyEngine
-from tests.storage.common import patiently, until
+from tests.storage.common import interrupted, patiently, until
 
 SHAPE = RowShape(2, 3, RowLayout("fp32", 64, 32))
 SPACE, OTHER = b"s" * 32, b"o" * 32
@@ -250,6 +250,33 @@ def test_what_is_used_stays(folder: Path) -> None:
     assert found(library, ids_of(40, 1)), "nothing is evicted for what does not fit"
     for one in (library, other):
         one.close()
+
+
+def test_a_search_that_fails_leaves_what_it_found(folder: Path) -> None:
+    """By a device that stalls, or by Ctrl-C: what it had found may be evicted."""
+    each, texts = SHAPE.extent_bytes(40), [ids_of(40, seed) for seed in (1, 2)]
+    with contextlib.closing(opened(folder)) as library:
+        for ids in texts:
+            filled(library, ids)
+
+    def fails(deadline_s: float, way: type[BaseException]) -> None:
+        engine = FaultyEngine([FaultRule("never", operation="read", count=1)])
+        library = opened(folder, engine=lambda: engine, deadline_s=deadline_s, limit_bytes=2 * each)
+        wanted = [(Identity.of(SPACE, [], ids), ids) for ids in texts]
+        stalls = interrupted(lambda: engine.stats().fault_hits == 1)
+        with contextlib.closing(library):
+            meanwhile = stalls if way is KeyboardInterrupt else contextlib.nullcontext()
+            with meanwhile, pytest.raises(way):
+                library.find(wanted)
+            for seed in (3, 4):
+                assert filled(library, ids_of(40, seed)) is not None
+            engine.close(grace_s=0.05)
+        with contextlib.closing(opened(folder, limit_bytes=2 * each)) as library:
+            for ids in texts:
+                assert filled(library, ids) is not None
+
+    fails(0.05, errors.DeadlineExceededError)
+    fails(60.0, KeyboardInterrupt)
 
 
 def test_half_written_extents_are_nobodys(folder: Path) -> None:
