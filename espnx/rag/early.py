@@ -9,6 +9,9 @@ from typing import Any, Protocol, Self
 from ..retrieval.search.known import KnownCandidates, OnCandidates
 from .prompt import Counter, body_of, label_of
 
+#: Ctrl-C is seen at least this often: Python misses a signal that comes just as a wait begins.
+_SIGNAL_CHECK_S = 0.05
+
 
 class Prefetch(Protocol):
     """Reads of passages that a prompt may have, as `PassageKV.prefetch` returns them."""
@@ -26,7 +29,8 @@ class EarlyPassages:
     """Begins to read what a search knows after each of its steps. A context manager.
 
     Searches must not wait: a thread turns texts into tokens and starts the reads, always for what
-    is newest. It ends with `finish`, or with the context.
+    is newest. It ends with `finish`, or with the context; whoever is interrupted does not wait for
+    it: it may wait for a read.
 
     Args:
         start: begins with no passages; None: nothing is read.
@@ -45,7 +49,7 @@ class EarlyPassages:
         self._start, self._counter, self._tokens = start, counter, passage_tokens
         self._also, self._changed = also, threading.Condition()
         self._texts: list[str] | None = None  # the newest that nobody has worked on
-        self._is_over = False
+        self._is_over = self._is_abandoned = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._prefetch: Prefetch | None = None
@@ -66,11 +70,18 @@ class EarlyPassages:
             self._also(known)
 
     def _work(self) -> None:
+        try:
+            self._want_newest()
+        finally:
+            if self._is_abandoned:
+                self._cancel()
+
+    def _want_newest(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_over or self._texts is not None)
                 texts, self._texts = self._texts, None
-                if texts is None:
+                if texts is None or self._is_abandoned:
                     return
             try:
                 self._want(texts)
@@ -86,7 +97,7 @@ class EarlyPassages:
                 passages.append(getattr(piece, "ids", ()))
         if self._prefetch is None and self._start is not None:
             self._prefetch = self._start()
-        if self._prefetch is not None:
+        if self._prefetch is not None and not self._is_abandoned:
             self._prefetch.want(passages)
 
     def finish(self) -> Prefetch | None:
@@ -96,7 +107,8 @@ class EarlyPassages:
             self._is_over = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join()
+            while self._thread.is_alive():
+                self._thread.join(_SIGNAL_CHECK_S)
         if self._error is not None:
             raise self._error
         return self._prefetch
@@ -104,12 +116,21 @@ class EarlyPassages:
     def __enter__(self) -> Self:
         return self
 
+    def _cancel(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.cancel()
+
     def __exit__(self, *error: Any) -> None:
-        try:
-            self.finish()
-        except BaseException:
-            if error[0] is None:
-                raise
-        finally:
-            if self._prefetch is not None:
-                self._prefetch.cancel()
+        if isinstance(error[1], Exception | None):
+            try:
+                self.finish()
+            except BaseException as raised:
+                if error[0] is None or raised is not self._error:  # as Ctrl-C
+                    raise
+            finally:
+                self._cancel()
+            return
+        with self._changed:
+            self._is_over = self._is_abandoned = True
+            self._changed.notify()
+        self._cancel()  # the thread does the same at its end: it may be making it now

@@ -236,7 +236,7 @@ class PassageKV:
                 if ids.size
             ]
             early.only({identity for identity, _ in wanted})
-            there = self._library.find(wanted, known=early.extents, is_use=False)
+            there = self._library.find(wanted, known=early.extents, is_use=False, begun=early.begun)
             early.want([each for each in there if each is not None])
         finally:
             self._lock.release()
@@ -411,6 +411,7 @@ class PassageKV:
 
     def close(self) -> None:
         """Closes the caches that are composed of passages, and the library. May be called again."""
+        self._end_prefetches()  # one that waits for a read has the lock
         with self._lock:
             if self._caches.is_closed:
                 return
