@@ -42,20 +42,29 @@ class SearchGate:
 
     def __enter__(self) -> bool:
         self.check_open()
+        is_in = False
         self._slots.acquire()
-        if self.is_closed:  # it was closed before our turn came
-            self._slots.release()
-            self.check_open()
-        with self._lock:
-            self._active += 1
-            self._began += 1
-            self._of_thread.began = self._began
-            return self._active == 1
+        try:
+            self.check_open()  # it may have been closed before our turn came
+            with self._lock:
+                self._active, is_in = self._active + 1, True
+                self._began += 1
+                self._of_thread.began = self._began
+                return self._active == 1
+        except BaseException:
+            self._leave(1 if is_in else 0)
+            raise
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._active -= 1
-        self._slots.release()
+        self._leave(1)
+
+    def _leave(self, searches: int) -> None:
+        """Gives back a slot, whatever comes between, as Ctrl-C."""
+        try:
+            with self._lock:
+                self._active -= searches
+        finally:
+            self._slots.release()
 
     @contextmanager
     def none(self) -> Iterator[None]:

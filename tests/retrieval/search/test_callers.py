@@ -3,16 +3,20 @@ compacting disturb nobody."""
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 import espnx
 from espnx import errors
+from espnx.retrieval.search import gate as gates
 from espnx.retrieval.search.gate import SearchGate
 from tests.retrieval.common import build, corpus, queries
 
@@ -148,3 +152,39 @@ def test_closed_means_closed(store: Path) -> None:
     index.close()
     with pytest.raises(errors.EngineClosedError):
         index.search(queries(1)[0])
+
+
+def test_ctrl_c_in_the_gate_gives_back_the_slot() -> None:
+    """At each line once it is ours, but at those where Python does not look for signals."""
+    gate, nth, has_come = SearchGate(2), 0, True
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != gates.__file__ or "enter" not in frame.f_code.co_name:
+            return None
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if (
+            event == "line"
+            and gate._slots._value == 1
+            and source not in ("try:", "with self._lock:")
+        ):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    while has_come:
+        nth += 1
+        left = nth
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            with gate:
+                has_come = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert gate.active == 0
+        assert gate._slots._value == 2
+    assert nth > 4
