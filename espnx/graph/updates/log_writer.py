@@ -48,13 +48,28 @@ class LogWriter:
 
     def append(self, change: Change) -> int:
         """Writes a change, and returns its number, for `acknowledge`. Raises WriteError,
-        DiskFullError: it is not in the log then, unless that is broken."""
+        DiskFullError: it is not in the log then, unless that is broken; nor is it where the caller
+        is interrupted, as by Ctrl-C, who does not know of it."""
         data = record_of(change, self._number + 1, self._synced)
-        self._write(self._header + data if self._end_bytes == 0 else data)
-        self._number += 1
-        if self._durability == "each":
-            self._sync(self._number)
+        before = self._end_bytes, self._number
+        try:
+            self._write(self._header + data if self._end_bytes == 0 else data)
+            self._number += 1
+            if self._durability == "each":
+                self._sync(self._number)
+        except BaseException:
+            self._take_back(*before)
+            raise
         return self._number
+
+    def _take_back(self, end_bytes: int, number: int) -> None:
+        """What is behind `end_bytes`; the next change would take its place anyway."""
+        with self._syncing:
+            self._end_bytes, self._number = end_bytes, number
+            self._synced = min(self._synced, number)
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, end_bytes)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -67,9 +82,6 @@ class LogWriter:
         except OSError as error:
             if isinstance(error, errors.EspnxError):
                 raise
-            if self._file is not None:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, self._end_bytes)
             raise write_error("cannot write the log of a graph", self._path, error) from error
         self._end_bytes += len(data)
 

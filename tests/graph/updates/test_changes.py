@@ -505,6 +505,39 @@ def test_a_merge_that_is_interrupted_at_its_end_takes_no_more(
         assert living(graph) == list(range(205))
 
 
+@pytest.mark.parametrize("name", ["pwrite", "fdatasync"])
+@pytest.mark.parametrize("durability", ["each", "group"])
+def test_a_change_that_is_interrupted_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, durability: str
+) -> None:
+    """Nor in the log, once it is written: what comes next takes its ids. In a group a change is
+    there before it is on the device."""
+    base, call = small(tmp_path / "g", 200), getattr(os, name)
+
+    def interrupted(*given: Any) -> None:
+        call(*given)
+        raise KeyboardInterrupt
+
+    there = list(range(200))
+    with espnx.graph.open_writer(tmp_path / "g", durability=durability) as graph:
+        for change in (lambda: graph.add(base[:5]), lambda: graph.delete([3])):
+            with monkeypatch.context() as patched:
+                patched.setattr(os, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    change()
+            is_there = durability == "group" and name == "fdatasync"
+            assert (living(graph) == there) != is_there
+            with espnx.graph.open(tmp_path / "g") as other:
+                assert living(other) == living(graph)
+            there = living(graph)
+        graph.add(base[:2])
+        there = living(graph)
+    with espnx.graph.open_writer(tmp_path / "g") as graph:
+        assert living(graph) == there
+        graph.merge()
+        assert living(graph) == there
+
+
 def test_a_log_that_fails_beside_a_merge_takes_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
