@@ -22,6 +22,8 @@ from ..kinds import KINDS, PartKind
 from ..near_storage import NearStorageDevice
 from .reader import Command, Trace
 
+#: Ctrl-C is seen at least this often: Python misses a signal that comes just as a wait begins.
+_SIGNAL_CHECK_S = 0.05
 #: How parts are asked for that are not there: (what, others are there, none is, what to do).
 _WANTED = {
     "records": (
@@ -143,22 +145,31 @@ class _Replay:
         self.found = Replayed(self._recorded_s, 0.0, sum(self._host_s.values()))
 
     def __call__(self) -> Replayed:
+        players = [_Player(each, self._there, self._row_options) for each in self._devices]
         threads = [
-            threading.Thread(target=self._run, args=(number,), name="espnx-replay")
-            for number in range(len(self._devices))
+            threading.Thread(target=self._run, args=(number, player), name="espnx-replay")
+            for number, player in enumerate(players)
         ]
         begun = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_SIGNAL_CHECK_S)
+        except BaseException as error:  # Ctrl-C, or no thread could be had
+            self._fail(error)
+            while any(thread.is_alive() for thread in threads):
+                for player in players:
+                    player.forget()  # again and again: one may be about to ask
+                time.sleep(0.01)
+            raise
         if self._failure is not None:
             raise self._failure
         self.found.replayed_s = time.perf_counter() - begun
         return self.found
 
-    def _run(self, device: int) -> None:
-        player = _Player(self._devices[device], self._there, self._row_options)
+    def _run(self, device: int, player: _Player) -> None:
         try:
             for command in self._commands:
                 if command.device == device:
@@ -168,20 +179,25 @@ class _Replay:
                     ask()
                     self._end(command, time.perf_counter() - begun)
         except BaseException as error:
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+            self._fail(error)
         finally:
             player.close()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
     def _wait_for(self, command: Command) -> None:
         before = bisect_right(self._ends, command.at_s)
         with self._changed:
             self._changed.wait_for(lambda: self._leading >= before or self._failure is not None)
+            if self._failure is None and self._with_host:
+                until = time.monotonic() + self._host_s.get(command.number, 0.0)
+                while self._failure is None and (left_s := until - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
             if self._failure is not None:
                 raise errors.TransferCancelledError("a replay that failed elsewhere")
-        if self._with_host and (host_s := self._host_s.get(command.number)):
-            time.sleep(host_s)
 
     def _end(self, command: Command, took_s: float) -> None:
         with self._changed:
@@ -224,6 +240,11 @@ class _Player:
             "verb",
             " or ".join(name for kind in self._kinds for name in (kind.says, *kind.verbs) if name),
         )
+
+    def forget(self) -> None:
+        """Wakes whoever waits for one of the parts."""
+        for part, _, _ in list(self._parts.values()):
+            part.forget()
 
     def close(self) -> None:
         for part in self._own:

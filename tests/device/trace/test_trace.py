@@ -4,6 +4,7 @@ replay asks the same, what is no trace."""
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,10 +21,12 @@ from espnx.device.kinds import RECORDS
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.trace.reader import Trace, read_trace
 from espnx.device.trace.recording import recorded
-from espnx.device.trace.replay import replay
+from espnx.device.trace.replay import _Replay, replay
 from espnx.device.trace.writer import TraceWriter
+from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.tiny import enabled, prompt
 from tests.retrieval.common import queries
+from tests.storage.common import interrupted
 
 
 def generate(devices: list[NearStorageDevice], **options: Any) -> tuple[list[int], dict[str, Any]]:
@@ -307,6 +310,35 @@ def test_lines_that_cannot_be_asked(tmp_path: Path, line: dict[str, Any]) -> Non
     (tmp_path / "trace").write_text(lines(LINE | line))
     with pytest.raises(errors.FormatError):
         replay(read_trace(tmp_path / "trace"), espnx.device.open("ssd", [tmp_path / "a"]))
+
+
+@pytest.mark.parametrize("waits_for", ["a read", "the host"])
+def test_ctrl_c_ends_a_replay(
+    generated: tuple[Path, dict[str, Any]], tmp_path: Path, waits_for: str
+) -> None:
+    """Also where a read never ends, or the host worked for long; no thread is left."""
+    trace = read_trace(generated[0])
+    rules = [FaultRule("never", operation="read")] if waits_for == "a read" else []
+    engine, begun = FaultyEngine(rules), time.monotonic()
+    run = _Replay(
+        trace,
+        espnx.device.open("ssd", [tmp_path / "c", tmp_path / "d"]),
+        {},
+        waits_for == "the host",
+        {"engine": engine, "deadline_s": 100.0},
+    )
+    if waits_for == "the host":
+        run._host_s = {each.number: 100.0 for each in trace.commands}
+
+    def is_under_way() -> bool:
+        stalls = engine.stats().fault_hits > 0 or waits_for == "the host"
+        return stalls and any(each.name == "espnx-replay" for each in threading.enumerate())
+
+    with interrupted(is_under_way), pytest.raises(KeyboardInterrupt):
+        run()
+    assert time.monotonic() - begun < 50
+    assert not any(each.name == "espnx-replay" for each in threading.enumerate())
+    engine.close(grace_s=0.05)
 
 
 def test_shapes_that_are_none(generated: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
