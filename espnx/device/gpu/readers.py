@@ -19,6 +19,14 @@ from .staging import Slot, Staging, host_memory
 
 log = logging.getLogger(__name__)
 GDS_PATHS = ("gds", "gds-compat")
+#: What the way straight into a GPU's memory ends with where there is none, where a first read by it
+#: fails, and where the GPU has no room for memory that is set aside for it alone.
+_GDS_FAILS = (
+    errors.PathUnavailableError,
+    errors.MissingDependencyError,
+    errors.ReadError,
+    errors.OutOfMemoryError,
+)
 
 
 class Arrival(Protocol):
@@ -239,7 +247,7 @@ def open_reader(
             return _open_gds(
                 "gds" if path == "auto" else path, engine, file, device, window_bytes, deadline_s
             )
-        except (errors.PathUnavailableError, errors.MissingDependencyError) as error:
+        except _GDS_FAILS as error:
             if path != "auto":
                 raise
             why = str(error)

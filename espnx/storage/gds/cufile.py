@@ -237,6 +237,7 @@ class _Opened:
     bindings: Any
     users: int = 0
     counted: bool = True
+    allowed_compat: bool | None = None  # before we said what we want; None: nobody was asked
 
 
 _opened: dict[int, _Opened] = {}
@@ -290,9 +291,11 @@ class CuFile:
             opened = _opened.setdefault(id(self._bindings), _Opened(self._bindings))
             if opened.users == 0:
                 try:
-                    opened.counted = self._open_first(refuse_compat)
-                except BaseException:
+                    opened.counted = self._open_first(opened, refuse_compat)
+                except BaseException as error:
                     del _opened[id(self._bindings)]
+                    if isinstance(error, CallFailedError) and error.code:  # else it may be inside
+                        self._restore(opened)
                     raise
             opened.users += 1
         try:
@@ -310,13 +313,26 @@ class CuFile:
             if opened.users > 0:
                 return
             del _opened[id(self._bindings)]
-            if opened.counted:
-                self.attempt(lambda: self._limited("driver_close", _OPEN_LIMIT_S))
+            try:
+                if opened.counted:
+                    self._limited("driver_close", _OPEN_LIMIT_S)
+            except CallFailedError:
+                return
+            self._restore(opened)
 
-    def _open_first(self, refuse_compat: bool) -> bool:
+    def _restore(self, opened: _Opened) -> None:
+        """Other libraries of the process open the driver as if we had never been there: what we have
+        set would refuse them their compatibility mode. Does nothing where it is still open."""
+        before = opened.allowed_compat
+        if before is not None:
+            self.attempt(lambda: self.call("set_parameter_bool", _ALLOW_COMPAT_MODE, before))
+
+    def _open_first(self, opened: _Opened, refuse_compat: bool) -> bool:
         """True where cuFile has counted us among its users, and must be told when we leave."""
+        before = self.attempt(lambda: self.call("get_parameter_bool", _ALLOW_COMPAT_MODE))
         try:
             self.call("set_parameter_bool", _ALLOW_COMPAT_MODE, not refuse_compat)
+            opened.allowed_compat = None if before is None else bool(before)
         except CallFailedError as error:
             if error.code != DRIVER_ALREADY_OPEN:  # by another library: with its parameters then
                 raise
@@ -381,22 +397,26 @@ class CuFile:
     def register_file(self, descriptor: int) -> int:
         raw = np.zeros(1, dtype=_DESCRIPTOR)
         raw["type"], raw["fd"] = 1, descriptor  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
-        return int(self.call("handle_register", raw.ctypes.data))
+        with self.memory.current():
+            return int(self.call("handle_register", raw.ctypes.data))
 
     def forget_file(self, handle: int) -> None:
         """Refused, it stays registered; its descriptor can be closed all the same."""
-        self.attempt(lambda: self.call("handle_deregister", handle))
+        with self.memory.current():
+            self.attempt(lambda: self.call("handle_deregister", handle))
 
     def register_memory(self, pointer: int, size_bytes: int) -> None:
-        self.call("buf_register", pointer, size_bytes, 0)
+        with self.memory.current():
+            self.call("buf_register", pointer, size_bytes, 0)
 
     def forget_memory(self, pointer: int) -> bool:
         """Whether cuFile let go of it."""
-        try:
-            self.call("buf_deregister", pointer)
-        except CallFailedError:
-            return False
-        return True
+        with self.memory.current():
+            try:
+                self.call("buf_deregister", pointer)
+            except CallFailedError:
+                return False
+            return True
 
     def read(
         self, handle: int, base: int, base_offset: int, file_offset: int, size_bytes: int
@@ -423,7 +443,7 @@ class CuFile:
         evidence that it offers. They count for the whole process, so another library's transfer in
         the same moment can make the answer False; a file is then taken for indirect.
         """
-        with _stats_lock:
+        with _stats_lock, self.memory.current():
             counting = self.attempt(self._start_stats)
             before = self.attempt(self._path_counts) if counting else None
             self._read_head(handle, base, base_offset, size_bytes)

@@ -299,6 +299,8 @@ class ReadLoop:
                 self._flights.stop_reuse()
                 transfer.submit_again(int(piece), transfer.piece(int(piece)))
                 self._counts["retries"] += 1
+            elif done.why:  # and no errno, of which the device were to blame
+                transfer.fail(failed(transfer.piece(int(piece)), 0, done.why))
             elif transfer.failure is None:
                 self._advance(transfer, int(piece), int(moved), int(status))
         if whole.any():

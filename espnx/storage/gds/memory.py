@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ... import errors
 from ...streams import any_is_capturing
 
-_CUDA_OUT_OF_MEMORY = 2
+_CUDA_OUT_OF_MEMORY, _CUDA_OLD_DRIVER = 2, 35
 
 
 class Fence(Protocol):
@@ -30,8 +31,12 @@ class DeviceMemory(Protocol):
     device: torch.device
 
     def enter_thread(self) -> None:
-        """Makes the device current in the calling thread; every thread that calls cuFile needs it
-        once."""
+        """Makes the device current in the calling thread, for good; every thread of the engine's own
+        that calls cuFile needs it once."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """The same for as long as it is open, in a thread of somebody else's: cuFile looks at the
+        CUDA context of the thread that calls, and refuses memory of another one."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """A uint8 tensor that nothing queued on the device still writes to. Raises
@@ -99,14 +104,26 @@ class Allocation:
             raise errors.OutOfMemoryError(
                 "memory of the GPU for reads", needed_bytes=size_bytes, free_bytes=int(free_bytes)
             )
+        is_old = int(status) == _CUDA_OLD_DRIVER
         raise errors.PathUnavailableError(
-            "GPU memory cannot be allocated", got=f"CUDA error {int(status)}"
+            "GPU memory cannot be allocated",
+            got=f"CUDA error {int(status)}{_meaning(runtime, status)}",
+            fix="a driver of CUDA 13 (580 or newer), or another path (`uring`)" if is_old else None,
         )
 
     @staticmethod
     def _free(runtime: Any, pointer: int, process: int) -> None:
         if process == os.getpid():  # CUDA does not survive a fork
             runtime.cudaFree(pointer)
+
+
+def _meaning(runtime: Any, status: Any) -> str:
+    """An error of CUDA in words, where the bindings know them."""
+    try:
+        failed, text = runtime.cudaGetErrorString(status)
+        return "" if failed else f", {bytes(text).decode()}"
+    except (AttributeError, TypeError, ValueError, UnicodeDecodeError):
+        return ""
 
 
 class _DeviceArray:
@@ -159,6 +176,17 @@ class CudaMemory:
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
+        self._bind()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            self._bind()
+            yield
+
+    def _bind(self) -> None:
+        # torch does nothing where a new thread has the same number, which has no context then
+        self._runtime.cudaSetDevice(self.device.index)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         with torch.cuda.device(self.device):

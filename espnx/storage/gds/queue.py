@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cufile import TIMEOUT, Batch, CallFailedError, CuFile
+from .cufile import COMPLETE, TIMEOUT, Batch, CallFailedError, CuFile
 from .transfer import Transfer
 
 
@@ -30,6 +30,7 @@ class Done:
         status: per piece, CUfileStatus_t.
         is_after_cancel: the context was cancelled for an earlier flight, and not for this one:
             entries that say so are of no submission of ours.
+        why: what a call said that failed without a number; empty: there is nothing but numbers.
     """
 
     transfer: Transfer
@@ -37,6 +38,7 @@ class Done:
     moved_bytes: np.ndarray
     status: np.ndarray
     is_after_cancel: bool = False
+    why: str = ""
 
 
 class Flight:
@@ -188,13 +190,15 @@ class Readers:
             transfer, piece = work
             handle, place = int(transfer.handle[piece]), int(transfer.place_bytes[piece])
             offset, size = int(transfer.offset_bytes[piece]), int(transfer.left_bytes[piece])
+            why = ""
             try:
                 moved = self._cufile.read(handle, transfer.base, place, offset, size)
             except CallFailedError as error:
-                moved = -(error.code or 5)  # EIO where there is no code
+                moved, why = -error.code or -1, "" if error.code else str(error)
             with self._lock:
                 self.running.remove(work)
-            self._landed(Done(transfer, np.array([piece]), np.array([moved]), np.array([16])))
+            one = (np.array([piece]), np.array([moved]), np.array([COMPLETE]))
+            self._landed(Done(transfer, *one, why=why))
             del transfer, work  # an idle thread must keep no memory alive
 
     def close(self) -> list[tuple[Transfer, int]]:

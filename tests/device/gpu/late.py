@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -543,6 +543,9 @@ class LateMemory:
 
     def enter_thread(self) -> None:
         return
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         self.allocated.append(torch.full((size_bytes,), _SCRIBBLE, dtype=torch.uint8))

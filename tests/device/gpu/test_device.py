@@ -11,10 +11,12 @@ import torch
 
 from espnx import errors
 from espnx.device.gpu import attention as group_attention
+from espnx.device.gpu import readers
 from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.row_layout import RowLayout
 from espnx.device.rows.ssd import SsdRowDevice
 from espnx.ops.attention import RowsInMemory, attention_reference, running
+from espnx.storage import NativeEngine
 from tests.device.gpu.rows import WAYS, opened_gpu
 from tests.device.rows import Seen, assert_right, attend, normal, opened, put, queries
 
@@ -271,3 +273,32 @@ def test_the_way_is_said(folder: Path) -> None:
                 why,
             )
             assert file.path == device.space.path
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ReadError("first read of the file failed", path="x", errno=95),
+        errors.OutOfMemoryError("memory of the GPU for reads", needed_bytes=5, free_bytes=1),
+        errors.PathUnavailableError("no direct reads into GPU memory"),
+    ],
+    ids=["read", "memory", "path"],
+)
+def test_auto_reads_by_host_memory_where_gds_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: errors.EspnxError
+) -> None:
+    """Also where its first read fails, or the GPU has no room for its arena; named, it fails."""
+
+    def refuse(path: str, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(readers, "open_engine", refuse)
+    with NativeEngine("posix") as engine:
+        file = engine.open(folder / "rows", "w")
+        given = (engine, file, torch.device("meta"))
+        sizes = {"window_bytes": 1 << 20, "slot_bytes": 1 << 20, "deadline_s": 30.0}
+        found = readers.open_reader("auto", *given, **sizes)
+        assert isinstance(found, readers.BounceReader)
+        assert found.fallback_reason == str(error)
+        with pytest.raises(type(error)):
+            readers.open_reader("gds", *given, **sizes)

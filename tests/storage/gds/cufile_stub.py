@@ -13,7 +13,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +128,22 @@ class HostMemory:
         self.threads: set[int] = set()
         self.allocated: list[torch.Tensor] = []
         self.busy: set[str] = set()
-        self.current = threading.local()
+        self.streams, self.inside = threading.local(), threading.local()
 
     def enter_thread(self) -> None:
         self.threads.add(threading.get_ident())
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.inside.depth = getattr(self.inside, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self.inside.depth -= 1
+
+    def is_current(self) -> bool:
+        """Whether the device is the calling thread's current one."""
+        return threading.get_ident() in self.threads or getattr(self.inside, "depth", 0) > 0
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         free_bytes = self.limit_bytes - sum(each.numel() for each in self.allocated)
@@ -152,7 +165,7 @@ class HostMemory:
         return
 
     def stream(self) -> str:
-        return getattr(self.current, "stream", "default")
+        return getattr(self.streams, "stream", "default")
 
     def fence(self, streams: Iterable[Any]) -> Fence:
         return StubFence(self, {*streams, self.stream()})

@@ -309,10 +309,10 @@ def test_memory_is_not_used_again_before_queued_kernels_have_run(
     memory = HostMemory()
     engine = make(memory=memory, arena_bytes=64 * KIB)
     file = engine.open(path)
-    memory.current.stream = "side"
+    memory.streams.stream = "side"
     future = engine.read(Plan.of(file, [0], [60_000]))
     pointer = future.wait().data_ptr()
-    memory.current.stream = "default"
+    memory.streams.stream = "default"
     del future
     memory.busy = {"side"}  # a kernel on the stream that took the items has not run
     gc.collect()

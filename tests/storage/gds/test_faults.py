@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import threading
 import time
 from pathlib import Path
@@ -373,3 +374,18 @@ def test_failing_calls_fail_the_read_and_spare_the_engine(
     stuck = 0 if call == "batch_io_set_up" else 1
     assert engine.stats().quarantined_buffers == stuck
     engine.close(grace_s=0.05)
+
+
+def test_a_read_that_fails_without_a_number_says_why(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bindings that are too old, or a library without the function: the device is not to blame."""
+    path, _ = write_file(tmp_path, 3_000_000)
+    engine = make(CuFileStub(), batch_bytes=64 * KIB)
+    file = engine.open(path)
+    monkeypatch.setattr(type(stub_of(engine)), "read", lambda *arguments: None)
+    with pytest.raises(errors.ReadError, match=r"do not return how many bytes.*13\.0\.3") as caught:
+        engine.read(Plan.of(file, [0], [2_000_000])).wait()
+    assert caught.value.errno is None
+    assert os.strerror(errno.EIO) not in str(caught.value)
+    assert (caught.value.path, caught.value.offset_bytes) == (str(path), 0)

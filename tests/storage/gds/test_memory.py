@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from espnx import errors
 from espnx.storage import Plan
 from espnx.storage.gds import memory as gds_memory
+from espnx.storage.gds.cufile import CuFile
 from espnx.storage.gds.memory import Allocation, CudaMemory, EventFence
 from tests.storage.gds.common import KIB, MakeEngine, items_of, make, stub_of, write_file
 from tests.storage.gds.cufile_stub import HostMemory
@@ -45,6 +47,9 @@ class Runtime:
     def cudaFree(self, pointer: int) -> tuple[int]:  # noqa: N802
         self.free_bytes += self.held.pop(pointer)
         return (0,)
+
+    def cudaGetErrorString(self, status: int) -> tuple[int, bytes]:  # noqa: N802
+        return (0, b"too old") if status == 35 else (1, b"")
 
     def cudaMemGetInfo(self) -> tuple[int, int, int]:  # noqa: N802
         return 0, self.free_bytes, 1 << 20
@@ -93,6 +98,52 @@ def test_no_memory_is_said_with_figures() -> None:
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (5000, 4096)
     with pytest.raises(errors.PathUnavailableError, match="CUDA error 999"):
         Allocation(Runtime(broken=999), 0, 10)
+    with pytest.raises(errors.PathUnavailableError, match="CUDA error 35, too old.*580"):
+        Allocation(Runtime(broken=35), 0, 10)
+
+
+def test_a_thread_has_the_device_s_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does nothing where the number is a new thread's already, which leaves it without one;
+    and who calls from a thread of its own finds its current device as it was."""
+    memory = object.__new__(CudaMemory)
+    current = [1]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    for use in (memory.enter_thread, lambda: memory.current().__enter__()):
+        memory.device, memory._runtime = torch.device("cuda", 0), Runtime()
+        use()
+        assert memory._runtime.device == 0
+    assert current == [1, 0]
+
+
+#: Calls that say nothing of files or memory.
+ANYWHERE = ("driver_", "get_", "set_parameter", "set_stats", "stats_")
+
+
+def test_cufile_is_called_on_the_device_of_the_memory(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the caller's own is: memory of another one's context is refused (5015)."""
+    path, data = write_file(tmp_path, 400_000)
+    memory, elsewhere, made = HostMemory(), set[str](), set[str]()
+    call = CuFile.call
+
+    def seen(cufile: CuFile, name: str, *arguments: Any) -> Any:
+        if not name.startswith(ANYWHERE):
+            made.add(name)
+            elsewhere.update(() if memory.is_current() else (name,))
+        return call(cufile, name, *arguments)
+
+    monkeypatch.setattr(CuFile, "call", seen)
+    engine = make(memory=memory, arena_bytes=64 * KIB, batch_bytes=64 * KIB)
+    file = engine.open(path)
+    future = engine.read(Plan.of(file, [1, 5000, 0], [10, 70, 300_000]))
+    assert items_of(future.wait(), future.position_bytes, [10, 70, 300_000])[0] == data[1:11]
+    engine.close_file(file)
+    engine.open(path)
+    engine.close()
+    assert {"buf_register", "buf_deregister", "handle_register", "batch_io_submit", "read"} <= made
+    assert elsewhere == set()
 
 
 def test_torch_s_own_allocator_is_not_asked_but_for_what_it_keeps(

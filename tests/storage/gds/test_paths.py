@@ -117,6 +117,23 @@ def test_no_batches_where_no_read_is_direct(
     assert ("no read can be direct here" in engine.fallback_reason) is not batches
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_other_libraries_find_the_driver_as_it_was(make: MakeEngine, direct: bool) -> None:
+    """`auto` tries `gds`, which refuses compatibility mode: KvikIO, say, opens the driver later."""
+    stub = CuFileStub(direct=direct)
+    for _ in range(2):
+        try:
+            engine = make(stub, "gds")
+            assert not stub.allow_compat
+            engine.close()
+        except errors.PathUnavailableError:
+            assert not direct
+        assert (stub.open_count, stub.allow_compat) == (0, True)
+    stub.set_parameter_bool(1, False)  # as the other one wants it
+    make(stub, "gds-compat").close()
+    assert not stub.allow_compat
+
+
 def test_driver_that_another_library_opened(make: MakeEngine, tmp_path: Path) -> None:
     """Then compatibility mode cannot be switched off, and statistics have to show that reads are
     direct."""
