@@ -94,6 +94,18 @@ class Driver:
         size, where = ctypes.c_int(n_bytes), ctypes.c_int(device)
         self.call("cuKernelSetAttribute", ctypes.c_int(_SHARED_BYTES_MAX), size, kernel, where)
 
+    def load_on(self, kernel: ctypes.c_void_p, device: int) -> None:
+        """Loads a kernel's code for a device, which the driver else does at the first launch: only
+        then it finds out that it cannot compile PTX of a later CUDA, or has nothing that runs
+        there."""
+        context, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            self.call("cuKernelGetFunction", ctypes.byref(function), kernel)
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(context))
+
     def ensure_context(self, device: int) -> None:
         """A thread that has not yet used CUDA has no context."""
         context = ctypes.c_void_p()
@@ -127,6 +139,10 @@ class Code:
         self._kernels: dict[str, ctypes.c_void_p] = {}
         self._allowed: dict[tuple[str, int], int] = {}
         self._allowing = threading.Lock()  # what one thread has been allowed no other takes back
+
+    def load_on(self, name: str, device: int) -> None:
+        """Finds out whether a kernel runs on a device. Raises LaunchError."""
+        self._driver.load_on(self.kernel(name, device, 0), device)
 
     def kernel(self, name: str, device: int, shared_bytes: int) -> ctypes.c_void_p:
         """One that may be launched with that much shared memory."""
@@ -167,6 +183,7 @@ def is_there(name: str, kernel: str, device: torch.device, shared_bytes: int = 0
         return False
     try:
         code.kernel(kernel, _index(device), shared_bytes)
+        code.load_on(kernel, _index(device))
     except LaunchError as error:
         log.info("%s is not used on %s: %s", kernel, device, error)
         return False

@@ -137,13 +137,14 @@ def attending(
     rules_name: str = "",
     has_bar: bool = False,
     block_rows: int = BLOCK_ROWS,
+    has_room: bool = True,
 ) -> Variant:
     """A variant of attention; ``dv`` 0: X rows."""
     dv = d if dv is None else dv
     width = dv or d
     is_wide = attention.is_wide(d, width)
     turned = attention.is_turned(n_queries, d, width, fmt, block_rows)
-    shape = attention.launch_shape(n_queries, d, width, fmt, turned=turned)
+    shape = attention.launch_shape(n_queries, d, width, fmt, turned=turned, has_room=has_room)
     row_bytes = (d + dv) * ROW_FORMATS[fmt].itemsize + (4 if fmt == "int8" else 0)
     return Variant(
         " ".join(

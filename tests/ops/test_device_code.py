@@ -100,11 +100,14 @@ def test_what_the_driver_refuses() -> None:
         Driver(Library({"cuLaunchKernel": 701})).launch(ctypes.c_void_p(1), 1, 32, 0, 0, ())
 
 
-@pytest.mark.parametrize("failing", ["cuLibraryLoadData", "cuKernelSetAttribute"])
+@pytest.mark.parametrize(
+    "failing", ["cuLibraryLoadData", "cuKernelSetAttribute", "cuKernelGetFunction"]
+)
 def test_another_version_is_used_where_code_cannot_run(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that is too old, a GPU with less shared memory, and one before Ampere."""
+    """A driver that is too old, a GPU with less shared memory, PTX that cannot be compiled for it
+    (the driver loads code when it is needed first), and a GPU before Ampere."""
     file = tmp_path / "x.fatbin"
     file.write_bytes(b"code")
     monkeypatch.setattr(device_code, "compiled_file", lambda name: file)
@@ -114,6 +117,8 @@ def test_another_version_is_used_where_code_cannot_run(
         device_code.is_there.cache_clear()
         there = torch.device("cuda", 0)
         assert device_code.is_there("x", "espnx_x", there, 160 << 10) is expected
+        pushed, popped = (library.named(f"cuCtx{each}Current_v2") for each in ("Push", "Pop"))
+        assert len(pushed) == len(popped) == (failing == "cuKernelGetFunction" or expected)
         assert not device_code.is_there("x", "espnx_x", CPU, 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, expected in (((7, 5), False), ((8, 0), True)):

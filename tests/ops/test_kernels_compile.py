@@ -9,14 +9,17 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from espnx.kernels import maxsim
 from espnx.ops import token_format
+from espnx.ops.attention import by_slices
+from espnx.ops.attention import cuda as attention_cuda
 from espnx.ops.maxsim.cuda import launch_options, launch_shape, row_constants
-from tests.kernels.variants import assert_multiplies_well
+from tests.kernels.variants import assert_multiplies_well, attending
 
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 
@@ -93,3 +96,28 @@ def test_maxsim(capability: int, fmt: str, d: int, n_query_tokens: int, align_by
     options = launch_options(n_query_tokens, d, fmt)
     ptx = compile_for(capability, maxsim.maxsim_kernel, types, constants, options).asm["ptx"]
     assert_multiplies_well(ptx, fmt, align_bytes)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("fmt", "d"), [("bf16", 128), ("bf16", 96), ("fp16", 128)])
+def test_attention_of_many_queries_fits_where_there_is_little_room(fmt: str, d: int) -> None:
+    """A block has 99 KiB of shared memory on GPUs of 8.6, 8.9 and 12.0, and Triton launches none
+    that takes more."""
+    compiled = attending(fmt, d, n_queries=64, has_room=False).compile(86)
+    assert compiled.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize("kib", [100, 164, 228])
+def test_how_much_room_there_is_says_the_device(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SeenError(Exception):
+        pass
+
+    def variant(*given: Any) -> None:
+        raise SeenError(given[-1])
+
+    monkeypatch.setattr(by_slices, "shared_bytes_of", lambda device: kib << 10)
+    monkeypatch.setattr(attention_cuda, "_variant", variant)
+    query, table = torch.zeros(1, 1, 64, 128), torch.zeros(1, 1, 1, dtype=torch.int64)
+    given = (query, torch.zeros(9000, dtype=torch.uint8), table, torch.ones(1, dtype=torch.int64))
+    with pytest.raises(SeenError, match=str(kib > 100)):
+        attention_cuda.attention_inside_triton(*given, 1, 16, 16, "bf16", 1.0, 128)

@@ -101,7 +101,7 @@ def compiled_plan(
     bytes."""
     if fmt not in FORMATS or align_bytes % ALIGNMENT_BYTES:
         return None
-    found = plan(n_queries, d, dv, fmt, _shared_bytes_of(device))
+    found = plan(n_queries, d, dv, fmt, shared_bytes_of(device))
     if found is None:
         return None
     is_there = device_code.is_there("attention", found.kernel, device, found.shared_bytes)
@@ -109,7 +109,8 @@ def compiled_plan(
 
 
 @functools.cache
-def _shared_bytes_of(device: torch.device) -> int:
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory of a multiprocessor of a device; on a CPU (tests) of an H100's."""
     if device.type != "cuda":
         return _SHARED_BYTES
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)

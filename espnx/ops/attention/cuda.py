@@ -32,6 +32,9 @@ _TURNED_BLOCKS_MAX = 8  # of which a tile of 16-bit rows has some: each is a loa
 _TURNED_16 = {64: (4, 5, 3, 168), 128: (4, 5, 2, 0)}
 _SPLIT_ROWS_MIN = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
+#: Shared memory of a multiprocessor below which 64 queries do not fit: bf16's three parts of them,
+#: of rows padded to 128, take 104 KiB of a block. An A100 has 164, others of 8.x and 12.x 100.
+_MANY_QUERIES_BYTES = 106 << 10
 _FEW_PARTS = 8  # to merge: many have a variant of their own
 _MERGED_DIM = 64  # values of a row that a program merges
 _SOFT_CAP_MIN = 2.0**-126  # fp32 holds it, and what scores are divided by it
@@ -121,13 +124,14 @@ def _turned_shape(n_queries: int, d: int, dv: int) -> dict[str, int]:
 
 
 def launch_shape(
-    n_queries: int, d: int, dv: int, fmt: str, *, turned: bool = False
+    n_queries: int, d: int, dv: int, fmt: str, *, turned: bool = False, has_room: bool = True
 ) -> dict[str, int]:
     """Block sizes. The least that a tensor core takes is 16 each way; wide rows and many queries
     come in smaller tiles, or they would not fit in registers.
 
     Args:
         turned: products are turned, see `is_turned`.
+        has_room: a multiprocessor has `_MANY_QUERIES_BYTES` of shared memory.
     """
     if turned:
         return _turned_shape(n_queries, d, dv)
@@ -135,7 +139,8 @@ def launch_shape(
         return _wide_shape(dv, fmt)
     widest = max(d, dv)
     is_fp32 = fmt == "fp32"
-    queries_max = 16 if is_fp32 else 64 if widest <= 128 else 32
+    is_tight = fmt == "bf16" and widest > 64 and not has_room
+    queries_max = 16 if is_fp32 else 64 if widest <= 128 and not is_tight else 32
     queries = min(max(16, 1 << (n_queries - 1).bit_length()), queries_max)
     if widest > 128:
         rows = 16 if is_fp32 else 32
@@ -276,11 +281,13 @@ class Variant(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _variant(n_queries: int, d: int, dv: int, fmt: str, block_rows: int, n_blocks: int) -> Variant:
-    """``n_blocks``: 2 stands for more."""
+def _variant(
+    n_queries: int, d: int, dv: int, fmt: str, block_rows: int, n_blocks: int, has_room: bool = True
+) -> Variant:
+    """``n_blocks``: 2 stands for more; ``has_room`` of `launch_shape`."""
     width = dv or d
     turned = is_turned(n_queries, d, width, fmt, block_rows, n_blocks)
-    shape = launch_shape(n_queries, d, width, fmt, turned=turned)
+    shape = launch_shape(n_queries, d, width, fmt, turned=turned, has_room=has_room)
     tile_rows = shape["BLOCK_T"]
     constants = {
         "enable_fp_fusion": True,
@@ -368,7 +375,8 @@ def attention_inside_triton(
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(
             query.shape[:3], dtype=torch.float32
         )
-    variant = _variant(n_queries, d, dv, fmt, block_rows, min(n_blocks, 2))
+    has_room = by_slices.shared_bytes_of(query.device) >= _MANY_QUERIES_BYTES
+    variant = _variant(n_queries, d, dv, fmt, block_rows, min(n_blocks, 2), has_room)
     plan = None
     # Of many queries `attention.py` takes twice as many at a time, and so reads rows half as often.
     if n_queries <= by_slices.QUERIES_MAX or is_wide(d, dv):

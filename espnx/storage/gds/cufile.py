@@ -321,8 +321,8 @@ class CuFile:
             self._restore(opened)
 
     def _restore(self, opened: _Opened) -> None:
-        """Other libraries of the process open the driver as if we had never been there: what we have
-        set would refuse them their compatibility mode. Does nothing where it is still open."""
+        """Leaves the driver as if we had never been there: what we have set would refuse other
+        libraries of the process their compatibility mode. Does nothing where it is still open."""
         before = opened.allowed_compat
         if before is not None:
             self.attempt(lambda: self.call("set_parameter_bool", _ALLOW_COMPAT_MODE, before))

@@ -31,8 +31,8 @@ class DeviceMemory(Protocol):
     device: torch.device
 
     def enter_thread(self) -> None:
-        """Makes the device current in the calling thread, for good; every thread of the engine's own
-        that calls cuFile needs it once."""
+        """Makes the device current in the calling thread, for good; every thread of the engine's
+        own that calls cuFile needs it once."""
 
     def current(self) -> AbstractContextManager[object]:
         """The same for as long as it is open, in a thread of somebody else's: cuFile looks at the

@@ -98,7 +98,7 @@ def test_no_memory_is_said_with_figures() -> None:
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (5000, 4096)
     with pytest.raises(errors.PathUnavailableError, match="CUDA error 999"):
         Allocation(Runtime(broken=999), 0, 10)
-    with pytest.raises(errors.PathUnavailableError, match="CUDA error 35, too old.*580"):
+    with pytest.raises(errors.PathUnavailableError, match=r"CUDA error 35, too old.*580"):
         Allocation(Runtime(broken=35), 0, 10)
 
 
