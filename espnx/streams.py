@@ -132,6 +132,14 @@ def on(stream: Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if streams is None else streams.on(stream)
 
 
+def wait_for(device: torch.device) -> None:
+    """Waits for what is queued on the calling thread's current stream of a device; on the CPU it is
+    done already."""
+    streams = streams_of(device)
+    if streams is not None:
+        streams.event_behind(streams.current(device)).synchronize()
+
+
 def any_is_capturing(some: Iterable[Any]) -> bool:
     """Whether a graph is recorded on one of the streams."""
     return any(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..ops.attention.fused import has_flash
 from ..ops.precision import whole_float32
 from .scores import PLAIN, ScoreRules
 
@@ -107,10 +108,11 @@ def _causal_on_gpu(
     log-sum-exp: FlashAttention for half precision, the memory-efficient one for fp32, whose
     log-sum-exps are as many as a whole number of its tiles."""
     n = q.shape[2]
-    if q.shape[-1] % _FUSED_MULTIPLE:
+    is_half = q.dtype != torch.float32
+    if q.shape[-1] % _FUSED_MULTIPLE or (is_half and not has_flash(q.device)):
         return _masked(q, k, v, scale, None)
     k, v = (rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1) for rows in (k, v))
-    if q.dtype == torch.float32:
+    if not is_half:
         o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, True, scale=scale
         )

@@ -126,8 +126,8 @@ class _Bouncing:
 
     def advance(self) -> None:
         if self._slot is not None and self._memory is None and self._future.done():
-            # an error is for whoever waits
-            with contextlib.suppress(errors.EspnxError):
+            # an error is for whoever waits; by then the device may have the room that it lacks
+            with contextlib.suppress(errors.EspnxError, torch.OutOfMemoryError):
                 self._copy()
 
     def _copy(self) -> None:

@@ -10,12 +10,20 @@ import torch
 #: twice more (they are laid together first).
 QUERIES_MIN = 64
 _WIDEST, _MULTIPLE = 256, 8
+_CAPABILITY_MIN = (8, 0)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def takes_fused(d: int, dv: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes rows of these lengths and this dtype."""
-    return d == dv <= _WIDEST and d % _MULTIPLE == 0 and dtype in _HALVES
+def takes_fused(d: int, dv: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel takes rows of these lengths and this dtype, and is there for a device."""
+    return d == dv <= _WIDEST and d % _MULTIPLE == 0 and dtype in _HALVES and has_flash(device)
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether the framework has its flash kernel for a device: it refuses GPUs before Ampere."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= _CAPABILITY_MIN
 
 
 def fused_attention(

@@ -191,7 +191,7 @@ class RunningAttention:
             self._is_plain
             and self._shape[2] >= QUERIES_MIN
             and self._dtype == k.dtype == v.dtype
-            and takes_fused(k.shape[-1], v.shape[-1], k.dtype)
+            and takes_fused(k.shape[-1], v.shape[-1], k.dtype, self._device)
         )
 
     def all_seen(self, pair: np.ndarray, first: np.ndarray, n_rows: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from espnx import errors
+from espnx.device.gpu import readers
 from espnx.device.gpu import stream as tensor_stream
 from espnx.device.gpu.readers import BounceReader, DirectReader, Reader
 from espnx.device.gpu.rows import GpuRowDevice
@@ -33,7 +34,7 @@ from espnx.storage.gds.memory import EventFence
 from tests.device.gpu.late import LateDevice, LateEvent, LateMemory, LateStream, LateTensor
 from tests.device.gpu.late import late_device as late_device
 from tests.device.rows import Kept, Seen, assert_right, attend, put, queries
-from tests.storage.common import patiently
+from tests.storage.common import patiently, until
 from tests.storage.gds.common import write_file
 from tests.storage.gds.cufile_stub import CuFileStub
 
@@ -131,6 +132,43 @@ def program(folder: Path, seed: int, way: str) -> LateDevice:
 def test_right_in_any_order(folder: Path, way: str, seeds: range) -> None:
     for seed in seeds:
         program(folder / str(seed), seed, way)
+
+
+def test_a_full_device_is_no_error_of_who_reads_ahead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been read and found no room on the device is copied when it is needed: by then what
+    is computed now may have given back its own."""
+    layout, full = LAYOUTS["fp16"], []
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *args: Any, **options: Any) -> torch.Tensor:
+            if full:
+                full.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return torch.empty(*args, **options)
+
+    with (
+        late_device(3) as late,
+        opened(late, folder, "bounce", read_ahead_bytes=64 * layout.block_bytes) as device,
+    ):
+        stored = [each.use(0) for each in put(device, layout, 1, range(2), 90, rng(1))]
+        device.flush()
+        first = device.ahead(layout, [each.use for each in stored])
+        arrivals = [arrival for _, arrival, _ in device._stream._line[0].arrivals]
+        until(lambda: all(each._future.done() for each in arrivals))
+        monkeypatch.setattr(readers, "torch", Torch())
+        full.append("of what is computed now")
+        second = device.ahead(layout, [each.use for each in stored])
+        assert full == []
+        look = queries(layout, 1, 2, 2, rng(2))
+        for ticket in (first, second):
+            own_look, _ = there(late, look, None)
+            found = [x.cpu() for x in device.attend(ticket, own_look)]
+            assert_right((found[0], found[1]), stored, look)
 
 
 def _passed_at_once(fence: EventFence) -> bool:

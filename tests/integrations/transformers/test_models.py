@@ -131,6 +131,17 @@ def test_the_dense_part_of_a_step() -> None:
     assert dense_seconds(nn.ReLU(), 3) < 1
 
 
+def test_a_step_is_timed_on_every_device_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of which need be the thread's current one."""
+    waited_for: list[torch.device] = []
+    monkeypatch.setattr(scheduling, "wait_for", waited_for.append)
+    parts = {
+        nn.Linear(4, 4, device=name): torch.zeros(2, 4, device=name) for name in ("cpu", "meta")
+    }
+    scheduling._once(parts)
+    assert sorted(each.type for each in waited_for) == ["cpu", "meta"]
+
+
 def adapted(kind: str, *, enabled_first: bool = False) -> Any:
     """A model of PEFT, the same every time."""
     peft = pytest.importorskip("peft")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference, merge, running
+from espnx.kv import prefill
+from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference, fused, merge, running
 from espnx.ops.attention import parts as waiting
 from espnx.ops.attention.parts import Parts
 from tests.device.gpu.late import late_device
@@ -121,6 +122,19 @@ def test_what_the_op_keeps(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     wanted = attend_rows_reference(look, rows, dtype=torch.float64)
     torch.testing.assert_close(o.double(), wanted[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.double(), wanted[1], rtol=0, atol=1e-4)
+
+
+def test_a_gpu_before_ampere_has_no_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The framework raises there; the op, and for a chunk's own rows matrices, do not need it."""
+    place, sizes = torch.device("cuda", 1), (64, 64, torch.float16)
+    for capability, has in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
+        assert fused.takes_fused(*sizes, place) is fused.has_flash(place) is has
+    assert fused.takes_fused(*sizes, torch.device("cpu"))
+    monkeypatch.setattr(prefill, "has_flash", lambda device: False)
+    monkeypatch.setattr(prefill, "_masked", lambda *given: "by matrices")
+    q = torch.empty(1, 2, 20, 64, dtype=torch.float16, device="meta")
+    assert prefill._causal(q, q, q, 0.1, True) == "by matrices"
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -17,6 +17,7 @@ from .... import errors
 from ....device.interface import RowDevice
 from ....kv.cache import SsdCache
 from ....kv.schedule import Decision, Shape, decide
+from ....streams import wait_for
 from .projections import LayerInput, Rotations, Source
 
 log = logging.getLogger(__name__)
@@ -186,6 +187,6 @@ def _once(rows: dict[nn.Linear | Conv1D, torch.Tensor]) -> float:
     begun = time.perf_counter()
     for part, x in rows.items():
         type(part).forward(part, x)  # hooks are for the model's own passes
-    if any(x.is_cuda for x in rows.values()):
-        torch.cuda.synchronize()
+    for device in {x.device for x in rows.values()}:  # which the current one need not be
+        wait_for(device)
     return time.perf_counter() - begun
