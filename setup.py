@@ -153,11 +153,12 @@ def find_nvcc() -> str | None:
 
 
 def compile_device_code(folder: Path) -> None:
-    """A file in `folder` for each source of csrc/cuda, by the name that espnx.ops.device_code looks
-    for; those of other sources go. Python alone is needed to use the package, so a compiler that
-    fails is a warning."""
+    """A file in `folder` for each source of csrc/cuda, several at once, by the name that
+    espnx.ops.device_code looks for; those of other sources go. Python alone is needed to use the
+    package, so a compiler that fails is a warning."""
     nvcc = find_nvcc()
-    for source in sorted((CSRC / "cuda").glob("*.cu")) if nvcc else ():
+
+    def compile_one(source: Path) -> None:
         parts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
         digest = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
         target = folder / f"{source.stem}-{digest}.fatbin"
@@ -165,18 +166,25 @@ def compile_device_code(folder: Path) -> None:
             old.unlink()
         built = Path("kernels", target.name)
         if target.is_file() and target.stat().st_mtime_ns >= Path(SETUP).stat().st_mtime_ns:
-            continue
+            return
         folder.mkdir(parents=True, exist_ok=True)
         if built.is_file() and os.environ.get("ESPNX_REUSE_EXTENSION") == "1":
             shutil.copy2(built, target)
-            continue
+            return
+        # a build that is ended half way must leave nothing by a name that counts
+        made = folder / f".{source.stem}.fatbin"
         try:
-            command = [nvcc, *DEVICE_FLAGS, str(source), "-o", str(target)]
+            command = [nvcc, *DEVICE_FLAGS, str(source), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True)
+            made.replace(target)
         except (OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
+            made.unlink(missing_ok=True)
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             print(f"warning: {source} is left out: {said[-1] if said else error}", file=sys.stderr)
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, sorted((CSRC / "cuda").glob("*.cu")) if nvcc else ()))
 
 
 class BuildOrReuse(build_ext):

@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -67,10 +68,11 @@ def check_row(name: str, seconds: float, failures: Sequence[str]) -> dict[str, A
 def run_check(
     name: str, command: Sequence[str], results: Path, limit_s: float
 ) -> tuple[list[dict[str, Any]], list[str], str]:
-    """Runs one check in a process group of its own.
+    """Runs one check in a process group of its own, which ends with it, and with this process.
 
     Returns:
-        Its rows, its failures (empty: it passed), and the end of its output.
+        Its rows, also those before it was ended; its failures (empty: it passed), and the end of
+        its output.
     """
     results.unlink(missing_ok=True)
     started = time.monotonic()
@@ -78,48 +80,90 @@ def run_check(
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
         )
+        ended: str | None = "was interrupted"
         try:
             process.wait(limit_s)
             ended = None if process.returncode == 0 else f"ended with status {process.returncode}"
         except subprocess.TimeoutExpired:
             ended = f"did not end within {limit_s:g} s"
-        if ended is not None:
-            # The whole group: pytest or a compiler of the check may have outlived it.
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+        finally:
+            if ended is not None:
+                # The whole group: pytest or a compiler of the check may have outlived it.
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                process.wait()
         log.seek(0)
         output = log.read().decode(errors="replace")[-OUTPUT_SHOWN:]
-    rows, failures = [], []
+    rows, failures, is_whole = [], [], False
     if results.exists():
         found = json.loads(results.read_text())
-        rows, failures = found["rows"], found["failures"]
-    elif ended is None:
-        ended = "wrote no result"
-    if ended is not None and not failures:
-        failures = [
-            f"{ended}: {output.strip().splitlines()[-1] if output.strip() else 'no output'}"
-        ]
+        rows, failures, is_whole = found["rows"], found["failures"], found["is_whole"]
+    if not is_whole or (ended is not None and not failures):
+        last = output.strip().splitlines()[-1] if output.strip() else "no output"
+        failures.append(f"{ended or 'wrote no result'}: {last}")
+    rows, problems = fitting(rows)
+    failures += problems
     return [*rows, check_row(name, time.monotonic() - started, failures)], failures, output
+
+
+def fitting(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows that fit the schema, and what is wrong with the others: one that does not (a figure
+    that is no number, say) must not take the results of all checks with it."""
+    from benchmarks.harness.result import row_problem
+
+    problems = [row_problem(row) for row in rows]
+    right = [row for row, problem in zip(rows, problems, strict=True) if problem is None]
+    wrong = [
+        f"a row that does not fit the schema: {problem}: {row}"
+        for row, problem in zip(rows, problems, strict=True)
+        if problem is not None
+    ]
+    return right, wrong
+
+
+class Kept(list[Any]):
+    """Rows or failures, which are written down as they come: a check that is ended at its limit,
+    or crashes, keeps what it had found out."""
+
+    def __init__(self, write: Callable[[], None]):
+        super().__init__()
+        self._write = write
+
+    def append(self, each: Any) -> None:
+        super().append(each)
+        self._write()
+
+    def extend(self, some: Iterable[Any]) -> None:
+        super().extend(some)
+        self._write()
+
+    def __iadd__(self, some: Iterable[Any]) -> Self:  # type: ignore[misc]
+        self.extend(some)
+        return self
 
 
 def run_one(name: str, work: Path, results: Path) -> int:
     """The other side of `run_check`: one check in this process."""
     import gpu_check_steps
 
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
+    lock = threading.Lock()  # checks have threads
+
+    def write(*, is_whole: bool = False) -> None:
+        with lock:
+            partial = results.with_suffix(".part")
+            found = {"rows": rows, "failures": failures, "is_whole": is_whole}
+            partial.write_text(json.dumps(found))
+            partial.replace(results)
+
+    rows, failures = Kept(write), Kept(write)
     try:
         getattr(gpu_check_steps, f"check_{name}")(work, rows, failures)
     except Exception as error:
         traceback.print_exc()
         failures.append(f"{type(error).__name__}: {error}")
-    finally:
-        partial = results.with_suffix(".part")
-        partial.write_text(json.dumps({"rows": rows, "failures": failures}))
-        partial.replace(results)
+    write(is_whole=True)
     return OK if not failures else FAILED
 
 
@@ -204,6 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("gpu_check: no GPU: this torch sees no CUDA device.", file=sys.stderr)
         return NO_GPU
     out = Path(os.environ.get("ESPNX_CALLED_FROM", ""), args.out)
+    if not os.access(out.parent, os.W_OK):
+        parser.error(f"--out {args.out}: {out.parent} is no folder to write to")
+    # a machine that is taken back asks first: checks end with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     work = Path(tempfile.mkdtemp(prefix="espnx-gpu-check-", dir=args.work))
     # or cuFile writes one into the current folder
     os.environ["CUFILE_LOGFILE_PATH"] = str(work / "cufile.log")

@@ -13,28 +13,37 @@ called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly BUILD_LIMIT_S=150
-readonly SEES_GPU='import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)'
+readonly SEES_GPU='
+import sys, warnings, torch
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    sees = torch.cuda.is_available()
+if not sees:
+    why = " ".join(str(each.message).splitlines()[0] for each in said)
+    print(why or (f"torch {torch.__version__}" + ("" if torch.version.cuda else " is built without CUDA")))
+sys.exit(0 if sees else 1)'
 
-choose_python() {
-  local candidate
-  for candidate in ${PYTHON:-.venv/bin/python python3}; do
-    if command -v "$candidate" >/dev/null && "$candidate" -c "$SEES_GPU" 2>/dev/null; then
-      printf '%s\n' "$candidate"
-      return
-    fi
-  done
-  return 1
-}
-
-python=$(choose_python) || {
-  echo "gpu_check: no GPU: no Python here (${PYTHON:-.venv/bin/python, python3}) has a torch that sees a CUDA device." >&2
+python="" why=""
+for candidate in ${PYTHON:-.venv/bin/python python3}; do
+  command -v "$candidate" >/dev/null || continue
+  if said=$("$candidate" -c "$SEES_GPU" 2>&1); then
+    python=$candidate
+    break
+  fi
+  why="$why ($candidate: $(printf '%s\n' "$said" | tail -n 1))"
+done
+if [ -z "$python" ]; then
+  echo "gpu_check: no GPU: no Python here (${PYTHON:-.venv/bin/python, python3}) has a torch that sees a CUDA device.$why" >&2
   exit 3
-}
+fi
 echo "gpu_check: building the extension for $("$python" -V 2>&1), torch $("$python" -c 'import torch; print(torch.__version__)')" >&2
 started=$SECONDS
 if ! build=$(MAX_JOBS=${MAX_JOBS:-8} timeout "$BUILD_LIMIT_S" "$python" setup.py -q build_ext --inplace 2>&1); then
   printf '%s\n' "$build" | tail -n 30 >&2
   echo "gpu_check: the extension did not build; the checks that need it will fail" >&2
+else
+  # kernels of csrc/cuda that do not compile are left out
+  printf '%s\n' "$build" | grep '^warning: ' >&2 || true
 fi
 export ESPNX_CALLED_FROM=$called_from ESPNX_BUILD_S=$((SECONDS - started))
 exec "$python" scripts/gpu_check.py "$@"

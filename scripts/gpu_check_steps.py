@@ -40,7 +40,8 @@ def check_tests(work: Path, rows: Rows, failures: list[str]) -> None:
 
     def run_file(path: str) -> None:
         temp = str(work / path.replace("/", "-"))
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--basetemp", temp, path]
+        # with each test's name before it runs, or nobody knew which one hangs
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--basetemp", temp, path]
         run_tests(path, command, "gpu-tests", TEST_FILE_LIMIT_S, rows, failures)
 
     with ThreadPoolExecutor(min(6, os.cpu_count() or 1)) as pool:
@@ -67,8 +68,15 @@ def run_tests(
     """Runs pytest on one file: a row, and failures by name."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        failures.append(f"{name} did not end within {limit_s:g} s")
+    except subprocess.TimeoutExpired as error:
+        # bytes, whatever was asked for
+        output = b"".join(each or b"" for each in (error.stdout, error.stderr)).decode(
+            "utf-8", "replace"
+        )
+        print(output[-9000:])
+        tests = re.findall(r"^\S+::\S+", output, re.MULTILINE)
+        at = f", in {tests[-1]}" if tests else ""
+        failures.append(f"{name} did not end within {limit_s:g} s{at}")
         rows.append(row(case, {"file": name}, "pytest", [], correct=False))
         return
     print(done.stdout[-9000:], done.stderr[-500:])

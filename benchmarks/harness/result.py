@@ -195,12 +195,13 @@ def _document_problem(document: Any) -> str | None:
     if missing := [key for key in MACHINE if key not in document["machine"]]:
         return f"machine lacks {', '.join(missing)}"
     for number, row in enumerate(document["rows"]):
-        if problem := _row_problem(row):
+        if problem := row_problem(row):
             return f"row {number}: {problem}"
     return None
 
 
-def _row_problem(row: Any) -> str | None:
+def row_problem(row: Any) -> str | None:
+    """What about a row does not fit the schema; None: nothing."""
     if not isinstance(row, dict):
         return "not an object"
     if problem := _keys_problem(row, [item.name for item in fields(Row)]):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +153,23 @@ def test_a_clone_uses_what_was_compiled_of_its_sources_as_they_are(tmp_path: Pat
     assert compiled_file("x", package) == new
     (sources / "y.cuh").write_text("//")
     assert compiled_file("x", package) is None  # its source may include that
+
+
+def test_a_build_that_is_killed_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    """Half a file by the right name would be taken for what was compiled, for good."""
+    pytest.importorskip("setuptools")
+    (tmp_path / "csrc" / "cuda").mkdir(parents=True)
+    (tmp_path / "csrc" / "cuda" / "x.cu").write_text("//")
+    shutil.copy(Path(__file__).resolve().parents[2] / "setup.py", tmp_path)
+    build = "import runpy, pathlib as p; runpy.run_path('setup.py')['compile_device_code']"
+    nvcc = tmp_path / "nvcc"
+    for end, text in (("kill -9 $PPID", None), ("", "code")):
+        # the last word is where it writes to
+        nvcc.write_text(f'#!/bin/sh\nfor to in "$@"; do :; done\nprintf code > "$to"\n{end}\n')
+        nvcc.chmod(0o755)
+        environment = os.environ | {"ESPNX_NVCC": str(nvcc)}
+        command = [sys.executable, "-c", f"{build}(p.Path('made'))"]
+        subprocess.run(command, cwd=tmp_path, env=environment, timeout=120)
+        found = list((tmp_path / "made").glob("x-*.fatbin"))
+        assert [each.read_text() for each in found] == ([] if text is None else [text])
+    assert len(list((tmp_path / "made").iterdir())) == 1

@@ -47,6 +47,7 @@ def test_without_a_gpu_the_command_says_so_and_ends_with_3(tmp_path: Path) -> No
     assert done.returncode == 3
     assert len(done.stderr.strip().splitlines()) == 1
     assert "no GPU" in done.stderr
+    assert f"({sys.executable}: torch {torch.__version__}" in done.stderr  # and what it says
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -102,12 +103,15 @@ def test_a_check_that_raises_keeps_the_rows_it_made(
 ) -> None:
     def check_maxsim(work: Path, rows: list[dict[str, object]], failures: list[str]) -> None:
         rows.append(gpu_timing.row("case", {}, "espnx", [0.1, 0.2, 0.3]))
+        there = json.loads(results.read_text())  # already, if nothing more were to come
+        assert (there["rows"], there["failures"], there["is_whole"]) == (rows, [], False)
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(gpu_check_steps, "check_maxsim", check_maxsim)
     results = tmp_path / "r.json"
     assert gpu_check.run_one("maxsim", tmp_path, results) == 1
     found = json.loads(results.read_text())
+    assert found["is_whole"]
     assert found["failures"] == ["RuntimeError: out of luck"]
     assert (found["rows"][0]["n"], found["rows"][0]["median_s"]) == (3, 0.2)
     code = f"import shutil; shutil.copy({str(results)!r}, {str(tmp_path / 'again.json')!r})"
@@ -116,6 +120,65 @@ def test_a_check_that_raises_keeps_the_rows_it_made(
     )
     assert failures == ["RuntimeError: out of luck"]
     assert len(rows) == 2
+
+
+def test_a_check_that_is_ended_keeps_what_it_had_found(tmp_path: Path) -> None:
+    """Rows and failures from before its limit, and that it came."""
+    results = tmp_path / "r.json"
+    row = gpu_timing.row("case", {}, "espnx", [0.1])
+    found = {"rows": [row], "failures": ["early"], "is_whole": False}
+    code = (
+        f"import pathlib, time; pathlib.Path({str(results)!r}).write_text({json.dumps(found)!r}); "
+        "time.sleep(60)"
+    )
+    rows, failures, _ = gpu_check.run_check("x", [sys.executable, "-c", code], results, 3.0)
+    assert rows[0] == row
+    assert failures == ["early", "did not end within 3 s: no output"]
+    document(rows)
+
+
+def test_a_row_that_does_not_fit_is_a_failure_of_its_check_alone(tmp_path: Path) -> None:
+    results = tmp_path / "r.json"
+    right, wrong = (
+        gpu_timing.row("case", {}, "espnx", [0.1], metrics={"share": each})
+        for each in (0.5, float("nan"))
+    )
+    found = {"rows": [wrong, right], "failures": [], "is_whole": True}
+    code = f"import pathlib; pathlib.Path({str(results)!r}).write_text({json.dumps(found)!r})"
+    rows, failures, _ = gpu_check.run_check("x", [sys.executable, "-c", code], results, 30.0)
+    assert rows[:-1] == [right]
+    assert len(failures) == 1
+    assert "metrics must map names to numbers" in failures[0]
+    document(rows)
+
+
+def test_a_check_ends_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, or a machine that is taken back: no process stays on the GPU."""
+    started = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            if not started:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.run_check("x", command, tmp_path / "x.json", 30.0)
+    assert started[0].poll() == -9
+
+
+def test_a_folder_that_is_not_there_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "_run_all", lambda *given: pytest.fail("it ran"))
+    with pytest.raises(SystemExit) as caught:
+        gpu_check.main(["--out", str(tmp_path / "missing" / "out.json")])
+    assert caught.value.code == 2
+    assert "is no folder to write to" in capsys.readouterr().err
 
 
 def test_rows_fit_the_schema() -> None:
@@ -177,12 +240,17 @@ def test_files_of_gpu_tests_are_found() -> None:
         ),
         ("raise SystemExit(9)", "x: ended with status 9"),
         ("import time; time.sleep(60)", "x did not end within 0.3 s"),
+        (
+            "import time; print('tests/x.py::y PASSED\\ntests/x.py::z ', flush=True); "
+            "time.sleep(60)",
+            "x did not end within 5 s, in tests/x.py::z",
+        ),
     ],
 )
 def test_a_file_of_tests_is_judged_rightly(code: str, failure: str | None) -> None:
     rows: list[dict[str, object]] = []
     failures: list[str] = []
-    limit_s = 0.3 if "sleep" in code else 30.0
+    limit_s = (5.0 if "print" in code else 0.3) if "sleep" in code else 30.0
     gpu_check_steps.run_tests(
         "x", [sys.executable, "-c", code], "gpu-tests", limit_s, rows, failures
     )
