@@ -241,9 +241,8 @@ def test_files_of_gpu_tests_are_found() -> None:
         ("raise SystemExit(9)", "x: ended with status 9"),
         ("import time; time.sleep(60)", "x did not end within 0.3 s"),
         (
-            "import time; print('tests/x.py::y PASSED\\ntests/x.py::z ', flush=True); "
-            "time.sleep(60)",
-            "x did not end within 5 s, in tests/x.py::z",
+            "import time; print('x.py::y PASSED\\nx.py::z ', flush=True); time.sleep(60)",
+            "x did not end within 5 s, in x.py::z",
         ),
     ],
 )
