@@ -16,7 +16,8 @@ so its bytes come from memory once. Addresses are 64 bits wide.
 With IS_WHOLE all query tokens are one tile, and stay in parts that tensor cores take. The products
 of all parts are then summed in one place, the smallest first, and a maximum keeps NaNs: nothing
 else is done with a product. Infinities that meet zeros in a part turn into NaN there, so where a
-document's score is NaN it is made once more, with care.
+document's score is NaN it is made once more, with care; of int8 rows also where it is infinite,
+since a row's scale may make a product so until the query's factor makes it less.
 
 D, FORMAT and the block sizes are compile-time constants; numbers of documents, queries and tokens
 are not, so that no candidate count compiles anew. ALIGN_BYTES is what every offset is known to be a
@@ -450,7 +451,10 @@ def maxsim_kernel(
                 tile += BLOCK_T * ROW_BYTES
             nans = (best != best).to(tl.int32)
             score = _score(best * factor[None, :], nans, q < Lq)
-            if score != score:
+            is_broken = score != score
+            if FORMAT == "int8":
+                is_broken = (tl.abs(score) < float("inf")) == 0
+            if is_broken:
                 # Rare; few rows and values at a time, for the sake of registers.
                 score = _tile_score(
                     query_rows, q < Lq, first_row, n_tokens, centroid_ptr, weight_ptr, n_centroids,

@@ -15,6 +15,7 @@ from espnx.ops.attention import cuda, parts
 from espnx.ops.attention.checks import BlocksFound
 from tests.device.rows import assert_right
 from tests.ops.attention import not_finite
+from tests.ops.attention.far_apart import check_values_far_apart, check_weights_far_apart
 from tests.ops.attention.merging import PLAIN, check_merge, check_merge_in_range
 from tests.ops.attention.ruled import (
     DTYPES,
@@ -67,6 +68,13 @@ def test_widths_and_queries(fmt: str, d: int, group: int) -> None:
     """From 64 queries on four warps multiply at a time."""
     case = make_case(n_rows=[45], n_kv=1, group=group, d=d, block_rows=32, fmt=fmt, gap_bytes=0)
     assert_close(case, run(case), **PRECISION)
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize(("d", "group"), [(64, 1), (64, 20)])
+def test_values_far_apart(fmt: str, d: int, group: int) -> None:
+    check_values_far_apart(run, fmt, d, group, **PRECISION)
+    check_weights_far_apart(run, fmt, d, group, 25.0, 1e4, **PRECISION)
 
 
 @FORMATS

@@ -16,6 +16,7 @@ from espnx.ops.attention import by_slices, cuda
 from espnx.ops.attention.by_slices import plan
 from espnx.ops.attention.checks import BlocksFound
 from tests.ops.attention import not_finite
+from tests.ops.attention.far_apart import check_values_far_apart, check_weights_far_apart
 from tests.ops.attention.ruled import RULES, check_rules
 from tests.ops.attention.test_attention import Case, assert_close, causal, make_case
 from tests.ops.attention.test_kernel import PRECISION, case_dtype, run
@@ -65,6 +66,14 @@ def test_rows_that_are_both(
     """By every kernel: sequences of no row, one, and several tiles, in parts."""
     sizes: dict[str, Any] = {"n_kv": 1, "group": group, "block_rows": block_rows, "gap_bytes": 16}
     check(launcher, make_case(n_rows=[0, 1, 70], d=d, dv=0, fmt=fmt, **sizes), 2)
+
+
+@FORMATS
+def test_values_far_apart(launcher: Launcher, fmt: str) -> None:
+    check_values_far_apart(run, fmt, 160, 1, **PRECISION)
+    for gap in (15.0, 20.0, 25.0):
+        check_weights_far_apart(run, fmt, 160, 1, gap, 1e4, **PRECISION)
+    assert len(launcher.launches) == 4
 
 
 @pytest.mark.sampled(1)

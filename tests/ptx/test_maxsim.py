@@ -143,6 +143,23 @@ def test_scales_of_every_kind(scale: float) -> None:
     assert torch.allclose(run(query, records), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize(("n_query_tokens", "scale"), [(2, 1e33), (33, -1e33)])
+def test_scales_that_are_large_until_a_factor_makes_them_less(
+    n_query_tokens: int, scale: float
+) -> None:
+    """A row's scale times the sums of a query that is scaled up, too, is beyond fp32, whichever
+    sign it has."""
+    records = scatter([torch.ones(18, 24), torch.zeros(0, 24)], "int8", align_bytes=16)
+    token = token_format("int8")
+    for row in range(18):
+        place = records.offset_bytes[0].item() + row * token.token_row_bytes(24)
+        records.buffer[place : place + 4] = torch.tensor([scale]).view(torch.uint8)
+    query = torch.full((n_query_tokens, 24), 1e-3)
+    found, expected = run(query, records), maxsim_reference(query, *records.args)
+    assert expected[0].isfinite()
+    assert torch.allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["residual1", "residual2", "residual4"])
 @pytest.mark.parametrize("number", [-1, 13, 2**31 - 1])

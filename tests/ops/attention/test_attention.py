@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,45 @@ def magnitudes(case: Case) -> torch.Tensor:
     return largest.view(batch, heads, q_len)
 
 
+def steps(case: Case) -> torch.Tensor:
+    """For each query what least steps of fp16 and bf16 parts take of a score at most: of the
+    query's largest value, or of bf16's least one, for each value of K."""
+    batch, heads, q_len, d = case.query.shape
+    n_kv = case.table.shape[1]
+    largest = torch.zeros(batch, n_kv, heads // n_kv * q_len, dtype=torch.float64)
+    query = case.query.double().abs().view(*largest.shape, d) * abs(
+        d**-0.5 if case.scale is None else case.scale
+    )
+    for i, head in itertools.product(range(batch), range(n_kv)):
+        for block in case.table[i, head, : -(-int(case.n_rows[i]) // case.block_rows)].tolist():
+            rows, scaled = case.buffer[block:], query[i, head]
+            if case.format == "int8":
+                scaled = scaled * rows[: 4 * d].clone().view(torch.float32).double().abs()
+                rows = rows[4 * d :]
+            dtype = ROW_FORMATS[case.format]
+            k = rows[: case.block_rows * d * dtype.itemsize].clone().view(dtype).view(-1, d)
+            sums = k.double().nan_to_num(0, 0, 0).abs().sum(dim=-1).amax()
+            step = 2.0**-134
+            if case.format != "bf16":
+                step = 2.0**-36 * scaled.nan_to_num(0, 0, 0).amax(dim=-1)
+            largest[i, head] = largest[i, head].maximum(step * sums)
+    return largest.view(batch, heads, q_len)
+
+
+def largest_value(case: Case) -> float:
+    """The largest ``|v|`` that is finite."""
+    d, largest = case.query.shape[-1], 0.0
+    for i, head in itertools.product(*(range(n) for n in case.table.shape[:2])):
+        count = int(case.n_rows[i])
+        table = case.table[i, head].tolist()
+        if count:
+            _, v = stored_rows(
+                case.buffer, table, count, case.block_rows, d, case.dv, case.format, torch.float64
+            )
+            largest = max(largest, float(v.nan_to_num(0, 0, 0).abs().max()))
+    return largest
+
+
 def absolute_values(case: Case) -> torch.Tensor:
     """The reference's sum of probabilities times ``|v|``."""
     plain = reference._attend
@@ -148,19 +188,26 @@ def assert_close(
     *,
     unit: float = U,
     product_error: float = 0.0,
+    has_parts: bool = False,
 ) -> None:
-    """Both results within the bounds of docs/tolerances.md; infinities and NaNs the same ones."""
+    """Both results within the bounds of docs/tolerances.md; infinities and NaNs the same ones.
+
+    Args:
+        has_parts: products are of parts in rows' dtype, or in fp16 for int8.
+    """
     o, lse = got
     expected_o, expected_lse = case.reference()
     n, d = int(case.n_rows.max()), case.query.shape[-1]
     rescales = math.ceil(n / TILE_ROWS) + PIECES_MAX
     gamma_score, gamma_sum = ((m * unit) / (1 - m * unit) for m in (d + 12, n + 6 * rescales + 12))
-    relative = (
-        torch.expm1((gamma_score + product_error) * magnitudes(case)) + gamma_sum + product_error
-    )
-    o_bound = (2 * relative / (1 - relative).clamp_min(1e-9))[..., None] * absolute_values(
-        case
-    ) + n * 2.0**-126
+    score_error = (gamma_score + product_error) * magnitudes(case)
+    least = 2.0**-126  # of a weight
+    if has_parts and case.format != "fp32":
+        score_error += steps(case)
+        least += 0.0 if case.format == "bf16" else 2.0**-38
+    relative = torch.expm1(score_error) + gamma_sum + product_error
+    o_bound = (2 * relative / (1 - relative).clamp_min(1e-9))[..., None] * absolute_values(case)
+    o_bound += n * least * largest_value(case)
     lse_bound = relative + 2 * unit * (1 + expected_lse.abs())
     for name, a, b, bound in (("o", o, expected_o, o_bound), ("lse", lse, expected_lse, lse_bound)):
         assert a.shape == b.shape

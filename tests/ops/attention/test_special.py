@@ -22,6 +22,7 @@ from espnx.ops.attention import (
 )
 from espnx.ops.attention.reference import stored_rows
 from tests.ops.attention import not_finite
+from tests.ops.attention.far_apart import check_values_far_apart, check_weights_far_apart
 from tests.ops.attention.scales import check_scale, check_scales_far_apart
 from tests.ops.attention.test_attention import (
     FORMATS,
@@ -260,6 +261,15 @@ def test_no_copy_of_the_buffer_and_one_kv_head_for_all() -> None:
     assert torch.equal(o[0], o[2])
     assert torch.equal(o[:1], case.run()[0])
     assert torch.equal(lse[:1], case.run()[1])
+
+
+@LEVELS
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_values_far_apart(cpu_level: str, fmt: str) -> None:
+    """Also weights below fp32's normal range, of values that make something of them."""
+    check_values_far_apart(Case.run, fmt, 64, 1)
+    check_weights_far_apart(Case.run, fmt, 64, 1, 25.0, 1e4)
+    check_weights_far_apart(Case.run, fmt, 64, 1, 88.0, 1e30)
 
 
 @pytest.mark.parametrize("fmt", ROW_FORMATS)
