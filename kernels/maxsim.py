@@ -429,8 +429,6 @@ def maxsim_kernel(
         parts, factor = _whole_query(query_rows, q < Lq, D, FORMAT, BLOCK_D)
         if FORMAT == "bf16":
             factor = tl.full([BLOCK_Q], 1.0, dtype=tl.float32)
-        elif FORMAT == "bit1":
-            factor *= SIGN_VALUE
         row_bytes = lane.to(tl.int64) * ROW_BYTES
         next_tokens = tl.load(n_tokens_ptr + first)
         next_offset = tl.multiple_of(tl.load(offset_bytes_ptr + first), ALIGN_BYTES)
@@ -449,6 +447,9 @@ def maxsim_kernel(
                 )
                 best = tl.maximum(best, products, propagate_nan=tl.PropagateNan.ALL)
                 tile += BLOCK_T * ROW_BYTES
+            if FORMAT == "bit1":
+                # Here, since the factor of a query of the least values has few bits.
+                best *= SIGN_VALUE
             nans = (best != best).to(tl.int32)
             score = _score(best * factor[None, :], nans, q < Lq)
             is_broken = score != score

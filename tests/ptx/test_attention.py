@@ -15,7 +15,11 @@ from espnx.ops.attention import cuda, parts
 from espnx.ops.attention.checks import BlocksFound
 from tests.device.rows import assert_right
 from tests.ops.attention import not_finite
-from tests.ops.attention.far_apart import check_values_far_apart, check_weights_far_apart
+from tests.ops.attention.far_apart import (
+    check_least_values,
+    check_values_far_apart,
+    check_weights_far_apart,
+)
 from tests.ops.attention.merging import PLAIN, check_merge, check_merge_in_range
 from tests.ops.attention.ruled import (
     DTYPES,
@@ -75,6 +79,11 @@ def test_widths_and_queries(fmt: str, d: int, group: int) -> None:
 def test_values_far_apart(fmt: str, d: int, group: int) -> None:
     check_values_far_apart(run, fmt, d, group, **PRECISION)
     check_weights_far_apart(run, fmt, d, group, 25.0, 1e4, **PRECISION)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_least_values(fmt: str) -> None:
+    check_least_values(run, fmt, 64, 1, **PRECISION)
 
 
 @FORMATS

@@ -51,6 +51,16 @@ def test_within_the_derived_bound(fmt: str, is_aligned: bool, n_query_tokens: in
     check(normals(n_query_tokens, d, seed=99), records)
 
 
+@pytest.mark.parametrize("d", [8, 64])
+def test_copies_ahead_are_not_multiplied_without_a_fence(d: int) -> None:
+    """Triton 3.6 has none between a copy and the products of four warps where bf16 rows are of one
+    piece and the query of several tiles: nothing is copied ahead there."""
+    assert cuda.launch_options(70, d, "bf16")["num_stages"] == 1
+    records = scatter([integers(n, d, seed=n) for n in COUNTS], "bf16", align_bytes=16)
+    query = integers(70, d, seed=99)
+    assert torch.equal(run(query, records), maxsim_reference(query, *records.args))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32"])  # that hold small integers exactly
 @pytest.mark.parametrize(
@@ -75,6 +85,16 @@ def test_a_query_that_fp16_would_round_away_is_kept() -> None:
     records = scatter([document], align_bytes=16)
     for token in query.split(1):
         assert torch.equal(run(token, records), maxsim_reference(token, *records.args))
+
+
+@pytest.mark.parametrize("fmt", ["int8", "bit1"])
+def test_a_query_of_the_least_values(fmt: str) -> None:
+    """Nothing is lost but what fp32 has no steps for."""
+    records = scatter([normals(n, 72, seed=n) for n in (17, 1)], fmt, align_bytes=16)
+    query = normals(3, 72, seed=9) * 1e-39
+    found, expected = run(query, records), maxsim_reference(query, *records.args)
+    assert (found - expected).abs().max() <= 100 * 2.0**-149
+    assert expected.abs().min() > 1e-40
 
 
 def test_batches_empties_and_no_query_tokens() -> None:

@@ -45,3 +45,14 @@ def check_weights_far_apart(
     k[0, 3], v[0] = 1.0, 0.0
     case.query[..., 3], case.scale = gap, 1.0
     assert_close(case, run(case), **precision)
+
+
+def check_least_values(run: Run, fmt: str, d: int, group: int, **precision: float) -> None:
+    """Values of K and V about the least that fp32 has with all its bits, and a query that makes
+    scores of them."""
+    sizes = {"d": d, "dv": 16, "group": group, "block_rows": 48}
+    case = make_case(n_rows=[N_ROWS], n_kv=1, fmt=fmt, gap_bytes=16, **sizes)
+    for values in rows_of(case):
+        values *= 1e-38
+    case.query *= 1e37
+    assert_close(case, run(case), **precision)

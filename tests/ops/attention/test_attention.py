@@ -135,8 +135,8 @@ def magnitudes(case: Case) -> torch.Tensor:
 
 
 def steps(case: Case) -> torch.Tensor:
-    """For each query what least steps of fp16 and bf16 parts take of a score at most: of the
-    query's largest value, or of bf16's least one, for each value of K."""
+    """For each query what least steps of parts take of a score at most: in fp16 of the query's
+    largest value, for each value of K; in bf16 and TF32 of each value."""
     batch, heads, q_len, d = case.query.shape
     n_kv = case.table.shape[1]
     largest = torch.zeros(batch, n_kv, heads // n_kv * q_len, dtype=torch.float64)
@@ -145,17 +145,21 @@ def steps(case: Case) -> torch.Tensor:
     )
     for i, head in itertools.product(range(batch), range(n_kv)):
         for block in case.table[i, head, : -(-int(case.n_rows[i]) // case.block_rows)].tolist():
-            rows, scaled = case.buffer[block:], query[i, head]
+            rows, scaled, scales = case.buffer[block:], query[i, head], torch.ones(d)
             if case.format == "int8":
-                scaled = scaled * rows[: 4 * d].clone().view(torch.float32).double().abs()
+                scales = rows[: 4 * d].clone().view(torch.float32).double().abs()
                 rows = rows[4 * d :]
             dtype = ROW_FORMATS[case.format]
             k = rows[: case.block_rows * d * dtype.itemsize].clone().view(dtype).view(-1, d)
-            sums = k.double().nan_to_num(0, 0, 0).abs().sum(dim=-1).amax()
-            step = 2.0**-134
-            if case.format != "bf16":
-                step = 2.0**-36 * scaled.nan_to_num(0, 0, 0).amax(dim=-1)
-            largest[i, head] = largest[i, head].maximum(step * sums)
+            k = k.double().nan_to_num(0, 0, 0).abs()
+            lost = torch.zeros(())
+            if case.format in ("fp16", "int8"):
+                peak = (scaled * scales).nan_to_num(0, 0, 0).amax(dim=-1)
+                lost = 2.0**-36 * peak * k.sum(dim=-1).amax()
+            if case.format != "fp16":
+                sums = scaled.nan_to_num(0, 0, 0).sum(dim=-1)
+                lost = lost + 2.0**-134 * (sums + (k * scales).nan_to_num(0, 0, 0).sum(-1).amax())
+            largest[i, head] = largest[i, head].maximum(lost)
     return largest.view(batch, heads, q_len)
 
 
@@ -193,7 +197,7 @@ def assert_close(
     """Both results within the bounds of docs/tolerances.md; infinities and NaNs the same ones.
 
     Args:
-        has_parts: products are of parts in rows' dtype, or in fp16 for int8.
+        has_parts: products are of parts in fp16, bf16 or TF32.
     """
     o, lse = got
     expected_o, expected_lse = case.reference()
@@ -201,13 +205,16 @@ def assert_close(
     rescales = math.ceil(n / TILE_ROWS) + PIECES_MAX
     gamma_score, gamma_sum = ((m * unit) / (1 - m * unit) for m in (d + 12, n + 6 * rescales + 12))
     score_error = (gamma_score + product_error) * magnitudes(case)
-    least = 2.0**-126  # of a weight
-    if has_parts and case.format != "fp32":
+    least = 2.0**-126 * largest_value(case)  # of a weight
+    if has_parts:
         score_error += steps(case)
-        least += 0.0 if case.format == "bf16" else 2.0**-38
+        if case.format in ("fp16", "int8"):
+            least += 2.0**-38 * largest_value(case)
     relative = torch.expm1(score_error) + gamma_sum + product_error
     o_bound = (2 * relative / (1 - relative).clamp_min(1e-9))[..., None] * absolute_values(case)
-    o_bound += n * least * largest_value(case)
+    o_bound += n * least
+    if has_parts and case.format != "fp16":
+        o_bound += 2.0**-134
     lse_bound = relative + 2 * unit * (1 + expected_lse.abs())
     for name, a, b, bound in (("o", o, expected_o, o_bound), ("lse", lse, expected_lse, lse_bound)):
         assert a.shape == b.shape
