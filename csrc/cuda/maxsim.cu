@@ -81,6 +81,18 @@ template <typename S, Format kFormat>
 struct Rows {
   uint32_t stage;
   int lane;
+  // Of int8: a lane's first row, and its first word of codes there, less the scale's. Addresses of
+  // all others are these and a constant, which the compiler is not to take apart.
+  uint32_t scales, codes;
+
+  __device__ __forceinline__ Rows(uint32_t stage, int lane) : stage(stage), lane(lane) {
+    scales = stage + number(0, 0) * S::kPitch, codes = scales + lane % 4 * 4;
+    if (kFormat == kInt8) asm("" : "+r"(scales), "+r"(codes));
+  }
+
+  __device__ __forceinline__ static constexpr uint32_t further(int tile, int half) {
+    return (tile / 2 * 32 + tile % 2 * 2 + half) * S::kPitch;
+  }
 
   // Row lane / 4 of a tile and the one eight further; of int8 every fourth one of 32 rows, so that
   // words of the eight that are loaded at once, each with its scale, are in different banks.
@@ -97,7 +109,7 @@ struct Rows {
     if constexpr (kFormat == kInt8) {
 #pragma unroll
       for (int i = 0; i < S::kSteps * 4 - (S::kEndsInHalf ? 2 : 0); ++i)
-        left[i / 4][i % 4] = load_word(row(tile, i % 2) + 4 + 4 * (i / 2 * 4 + lane % 4));
+        left[i / 4][i % 4] = load_word(codes + further(tile, i % 2) + 4 + i / 2 * 16);
     } else if constexpr (kFormat == kBit1) {
       // Of each byte of a word the same bit: of 32 values one in eight.
 #pragma unroll
@@ -115,11 +127,9 @@ struct Rows {
     }
   }
 
-  // What a row's products are to be multiplied by.
+  // An int8 row's scale.
   __device__ __forceinline__ float scale(int tile, int half) const {
-    if (kFormat != kInt8) return 1.0f;
-    const float stored = __uint_as_float(load_word(row(tile, half)));
-    return stored * 0.0f + stored;  // one that is not finite counts as NaN
+    return __uint_as_float(load_word(scales + further(tile, half)));
   }
 };
 
@@ -169,20 +179,50 @@ __device__ __forceinline__ void multiply_rows(Best& best, const Rows<S, kFormat>
                                               const Q& query, int n_rows) {
 #pragma unroll(kFormat == kBit1 ? 1 : kTiles)
   for (int tile = 0; tile < kTiles; ++tile) {
-    if (S::kWhole && tile && tile % S::kTogether == 0 && tile * 16 >= n_rows) break;
+    if (S::kWhole && tile && tile * 16 >= n_rows) break;
     uint32_t left[S::kSteps][4];
     rows.values(left, tile);
     float product[kPieces][4];
     products<S, kFormat>(product, left, query);
-    float scale[2] = {rows.scale(tile, 0), rows.scale(tile, 1)};
-    if (n_rows < S::kRows) {
-      const int number[2] = {rows.number(tile, 0), rows.number(tile, 1)};
-      best.mask(product, number[0], number[1], n_rows);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (number[half] >= n_rows) scale[half] = 1.0f;
-    }
+    if (n_rows < S::kRows)
+      best.mask(product, rows.number(tile, 0), rows.number(tile, 1), n_rows);
+    const float scale[2] = {1.0f, 1.0f};
     best.take(product, scale);
+  }
+}
+
+// int8 rows: two tiles whose rows alternate at a time.
+template <typename S, int kTiles, typename Q>
+__device__ __forceinline__ void multiply_rows(Best& best, const Rows<S, kInt8>& rows,
+                                              const Q& query, int n_rows) {
+  constexpr int kTogether = S::kTogether;
+  const bool is_whole = n_rows == S::kRows;
+#pragma unroll
+  for (int first = 0; first < kTiles; first += kTogether) {
+    if (first && first * 16 >= n_rows) break;
+    // A scale that is not finite times 0 is NaN, and so are sums with that.
+    float scale[kTogether][2], addend[kTogether][2];
+#pragma unroll
+    for (int i = 0; i < kTogether * 2; ++i) {
+      scale[i / 2][i % 2] = rows.scale(first + i / 2, i % 2);
+      addend[i / 2][i % 2] = scale[i / 2][i % 2] * 0.0f;
+    }
+    if (!is_whole) {
+#pragma unroll
+      for (int i = 0; i < kTogether * 2; ++i) {
+        if (rows.number(first + i / 2, i % 2) < n_rows) continue;
+        // Products with rows that are not there can never be the largest.
+        scale[i / 2][i % 2] = 0.0f, addend[i / 2][i % 2] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTogether; ++tile) {
+      uint32_t left[S::kSteps][4];
+      rows.values(left, first + tile);
+      float product[kPieces][4];
+      products<S, kInt8>(product, left, query);
+      best.take(product, scale[tile], addend[tile]);
+    }
   }
 }
 
@@ -201,6 +241,7 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
   int4* const meta = all_meta + warp * kStages;
   const int64_t n_blocks = gridDim.x / a.n_queries;  // of this query; few documents meet in none
   Stream<S> stream{{a, lane, a.claimed + which, score, n_blocks * n_warps}, ring, meta};
+  if (kFormat == kInt8) stream.clear(kStages);
   stream.begin(warp * n_blocks + blockIdx.x / a.n_queries);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) stream.produce(stage);
@@ -223,8 +264,11 @@ __device__ __forceinline__ void maxsim(const Arguments& a) {
     const int4 what = meta[stage];
     if (what.x < 0) break;
     stream.produce(stage == 0 ? kStages - 1 : stage - 1);
-    const Rows<S, kFormat> rows{ring + stage * S::kStageBytes, lane};
-    multiply_rows<S, kFormat, kTiles>(best, rows, query, what.y);
+    const Rows<S, kFormat> rows(ring + stage * S::kStageBytes, lane);
+    if constexpr (kFormat == kInt8)
+      multiply_rows<S, kTiles>(best, rows, query, what.y);
+    else
+      multiply_rows<S, kFormat, kTiles>(best, rows, query, what.y);
     if (what.z) {
       float sum = best.score(query, a.n_query);
       if (!(fabsf(sum) < INFINITY))
@@ -261,8 +305,8 @@ MAXSIM(bf16_80, kBf16, 80, 1, 4)
 MAXSIM(bf16_96, kBf16, 96, 1, 4)
 MAXSIM(bf16_112, kBf16, 112, 1, 4)
 MAXSIM(bf16_128, kBf16, 128, 1, 4)
-MAXSIM(int8_32, kInt8, 32, 4, 5)
-MAXSIM(int8_48, kInt8, 48, 4, 5)
+MAXSIM(int8_32, kInt8, 32, 8, 4)
+MAXSIM(int8_48, kInt8, 48, 8, 3)
 MAXSIM(int8_64, kInt8, 64, 4, 4)
 MAXSIM(int8_80, kInt8, 80, 2, 5)
 MAXSIM(int8_96, kInt8, 96, 2, 5)

@@ -41,6 +41,10 @@ __device__ __forceinline__ void copy_ahead(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void copy_word_ahead(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ float max_nan(float a, float b) {
   float largest;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
@@ -135,18 +139,34 @@ struct Stream : Documents {
   uint32_t ring;  // of stages
   int4* meta;     // of each stage: document (-1: the end), rows, whether they are its last
 
+  // Rows that were never there can be read then, too.
+  __device__ __forceinline__ void clear(int n_stages) const {
+    for (int at = lane * 16; at < n_stages * S::kStageBytes; at += kWarp * 16)
+      asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(ring + at), "r"(0) : "memory");
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void load_tile(uint32_t to, int rows) {
     if constexpr (S::kFlat) {
       constexpr int kCopies = (S::kStageBytes / 16 + kWarp - 1) / kWarp;
-      if (kCopies > 3 && rows == S::kRows) {
+      if constexpr (kCopies > 3) {
+        // Whole pieces, and words of one that is not. Rows that are not there stay what they were.
+        // Addresses are a lane's first and a constant, which the compiler is not to take apart.
+        const uint32_t n_bytes = rows * S::kRowBytes;
+        const int own_bytes = n_bytes - lane * 16;
+        const uint8_t* begin = from + lane * 16;
+        uint32_t own = to + lane * 16;
+        asm("" : "+l"(begin), "+r"(own));
 #pragma unroll
         for (int i = 0; i < kCopies; ++i)
-          if ((i * kWarp + lane) * 16 < S::kStageBytes)
-            copy_ahead(to + lane * 16 + i * kWarp * 16, from + lane * 16 + i * kWarp * 16);
+          if (own_bytes >= i * kWarp * 16 + 16)
+            copy_ahead(own + i * kWarp * 16, begin + i * kWarp * 16);
+        const uint32_t at = n_bytes / 16 * 16 + lane * 4;
+        if (at < n_bytes) copy_word_ahead(to + at, from + at);
         return;
       }
       const int n_bytes = rows * S::kRowBytes;
-#pragma unroll(kCopies > 3 ? 1 : kCopies)
+#pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int at = (i * kWarp + lane) * 16;
         const int here = min(max(n_bytes - at, 0), 16);
@@ -313,6 +333,20 @@ struct Best {
         for (int i = 0; i < 2; ++i) {
           float& most = largest[piece][i];
           most = max_nan(most, product[piece][half * 2 + i] * scale[half]);
+        }
+  }
+
+  // `scale` and `addend`: of these two rows. An addend is 0, or NaN or -inf, which products become.
+  __device__ __forceinline__ void take(float (*product)[4], const float* scale,
+                                       const float* addend) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& most = largest[piece][i];
+          most = max_nan(most, fmaf(product[piece][half * 2 + i], scale[half], addend[half]));
         }
   }
 

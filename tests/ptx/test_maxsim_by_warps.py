@@ -229,6 +229,27 @@ def test_queries_of_any_size(fmt: str, d: int) -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize("d", some([d for fmt, d in RINGS if fmt == "int8"], 3))
+def test_rows_that_other_documents_left(few: Callable[..., None], d: int) -> None:
+    """A stage keeps what it held where the next document is shorter: NaNs and products beyond all
+    others, which count for no document but their own."""
+    few(1, 1)
+    counts = (150,) * 6 + (1, 2, 3, 17, 35, 64, 65, 1)
+    records = scatter([normals(n, d, seed=n) for n in counts], "int8", align_bytes=16)
+    for begin, count in zip(records.offset_bytes[:6].tolist(), counts[:6], strict=True):
+        rows = records.buffer[begin : begin + count * (4 + d)].view(count, 4 + d)
+        rows[::2, :4] = torch.tensor([torch.nan]).view(torch.uint8)
+        rows[1::2, :4] = torch.tensor([-1e30]).view(torch.uint8)
+    query = normals(5, d, seed=9)
+    assert scored(query, records)[:6].isnan().all()
+    spared = (records.offset_bytes[6:], records.n_tokens[6:])
+    few(1, 1)
+    found = scored(query, records)[6:]
+    assert torch.equal(found, scored(query, Records(records.buffer, *spared, "int8")))
+    check(query, Records(records.buffer, *spared, "int8"))
+
+
+@needs_nvcc
 @pytest.mark.usefixtures("few")
 def test_scales_that_are_large_until_a_factor_makes_them_less() -> None:
     """A row's scale times the sums of a query that is scaled up, too, is beyond fp32."""
