@@ -184,8 +184,7 @@ __device__ __forceinline__ void multiply_rows(Best& best, const Rows<S, kFormat>
     rows.values(left, tile);
     float product[kPieces][4];
     products<S, kFormat>(product, left, query);
-    if (n_rows < S::kRows)
-      best.mask(product, rows.number(tile, 0), rows.number(tile, 1), n_rows);
+    if (n_rows < S::kRows) best.mask(product, rows.number(tile, 0), rows.number(tile, 1), n_rows);
     const float scale[2] = {1.0f, 1.0f};
     best.take(product, scale);
   }

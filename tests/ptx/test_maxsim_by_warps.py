@@ -229,7 +229,7 @@ def test_queries_of_any_size(fmt: str, d: int) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("d", some([d for fmt, d in RINGS if fmt == "int8"], 3))
+@pytest.mark.parametrize("d", some([d for fmt, d in RINGS if fmt == "int8"], 7))
 def test_rows_that_other_documents_left(few: Callable[..., None], d: int) -> None:
     """A stage keeps what it held where the next document is shorter: NaNs and products beyond all
     others, which count for no document but their own."""
