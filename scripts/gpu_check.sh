@@ -23,8 +23,10 @@ if not sees:
     print(why or (f"torch {torch.__version__}" + ("" if torch.version.cuda else " is built without CUDA")))
 sys.exit(0 if sees else 1)'
 
+candidates=(.venv/bin/python python3)
+[ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
 python="" why=""
-for candidate in ${PYTHON:-.venv/bin/python python3}; do
+for candidate in "${candidates[@]}"; do
   command -v "$candidate" >/dev/null || continue
   if said=$("$candidate" -c "$SEES_GPU" 2>&1); then
     python=$candidate

@@ -172,6 +172,8 @@ class _Replay:
     def _run(self, device: int, player: _Player) -> None:
         try:
             for command in self._commands:
+                if self._failure is not None:
+                    return
                 if command.device == device:
                     ask = player.prepare(command)
                     self._wait_for(command)

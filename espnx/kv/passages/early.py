@@ -34,6 +34,7 @@ class EarlyReads:
         most_bytes: in memory at a time. All reads together take half as much again at most.
 
     Attributes:
+        is_open: False once `close` was called: nothing is read any more.
         started_bytes: of all reads.
         used_bytes: of those that attention has used.
         wasted_bytes: of those that nobody will use: cancelled ones as if they had been read.
@@ -50,7 +51,7 @@ class EarlyReads:
         self._pins = list[Extent]()
         self._held_bytes = 0
         self.started_bytes = self.used_bytes = self.wasted_bytes = self.arrived_bytes = 0
-        self._is_open = True
+        self.is_open = True
         self._front: Future | None = None  # the newest that `library.find` waits for
 
     def only(self, identities: Collection[Identity]) -> None:
@@ -67,7 +68,7 @@ class EarlyReads:
         """A read that is waited for before there is anything to want: `close` ends it, too."""
         with self._lock:
             self._front = front
-            if not self._is_open:
+            if not self.is_open:
                 front.cancel()
 
     def want(self, extents: Sequence[Extent]) -> None:
@@ -79,7 +80,7 @@ class EarlyReads:
         """
         with self._lock:
             self._pins, self._front = self._pins + list(extents), None
-            if not self._is_open:
+            if not self.is_open:
                 self._leave()
                 return
             self.extents |= {each.number: each for each in extents}
@@ -159,7 +160,7 @@ class EarlyReads:
     def close(self) -> None:
         """Ends what is under way. May be called again."""
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             if self._front is not None:
                 self._front.cancel()
             for key in list(self._reads):

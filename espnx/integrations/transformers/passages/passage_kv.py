@@ -226,7 +226,7 @@ class PassageKV:
         if not self._lock.acquire(blocking=False):  # a prompt is being computed
             return False
         try:
-            if self._caches.is_closed or early.library is not self._library:
+            if self._caches.is_closed or early.library is not self._library or not early.is_open:
                 return False
             found = [self._library.named(each) if isinstance(each, str) else each for each in texts]
             prompt = self._prompts("blocks", [[ids for ids in found if ids is not None]])
@@ -238,6 +238,10 @@ class PassageKV:
             early.only({identity for identity, _ in wanted})
             there = self._library.find(wanted, known=early.extents, is_use=False, begun=early.begun)
             early.want([each for each in there if each is not None])
+        except errors.TransferCancelledError:
+            if early.is_open:
+                raise
+            return False  # it has been closed meanwhile
         finally:
             self._lock.release()
         return True
