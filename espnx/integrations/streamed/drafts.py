@@ -130,7 +130,7 @@ def add_seconds(
     others = [s for name, s in seconds.items() if name not in ("compute", "disk")]
     left_s = max([compute, *others, seconds.get("disk", 0.0) - while_drafting_s])
     draft["hidden_s"] = draft["pass_s"] - left_s
-    whole = draft["pass_s"] - draft["hidden_s"] + drafts_s
+    whole = left_s + drafts_s
     draft["least_tokens_a_pass"] = whole / max(seconds.values())
     known = draft["tokens_a_pass"]
     draft["token_s"] = None if known is None else whole / known

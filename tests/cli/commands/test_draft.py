@@ -194,7 +194,8 @@ def test_seconds_of_drafts(
     draft = document["draft"]
     assert draft["pass_s"] == document["seconds"]["disk"] > 0.1
     assert 0 < draft["draft_s"] < 0.01 * draft["pass_s"]
-    assert 1 <= draft["least_tokens_a_pass"] < 1.1  # 1 where drafts take no time of their own
+    # 1 where drafts take no time of their own, up to the rounding of a sum and a difference
+    assert 1 - 1e-12 <= draft["least_tokens_a_pass"] < 1.1
     assert draft["tokens_a_pass"] == MEASURED[1 / 16]
     # the disk reads ahead meanwhile, all the time or as long as there is memory
     drafts_s = GAMMA * draft["draft_s"]
