@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RANK = {
     "errors": 0,
     "streams": 0,
+    "threads": 0,
     "models": 1,
     "storage": 1,
     "ops": 1,

@@ -16,11 +16,10 @@ from concurrent.futures import Executor
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
+from ..threads import SIGNAL_CHECK_S
+
 T = TypeVar("T")
 P = ParamSpec("P")
-
-#: Ctrl-C is seen at least this often: Python misses a signal that comes just as a wait begins.
-_SIGNAL_CHECK_S = 0.05
 
 
 class Members(Protocol):
@@ -107,7 +106,7 @@ class Job(Generic[T]):
                     ]
                     for clock, member in self._resting:
                         clock.members.rest(member)
-            while not futures.wait([self._future], timeout=_SIGNAL_CHECK_S).done:
+            while not futures.wait([self._future], timeout=SIGNAL_CHECK_S).done:
                 pass
         finally:
             with self._lock:

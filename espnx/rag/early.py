@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 from ..retrieval.search.known import KnownCandidates, OnCandidates
+from ..threads import join
 from .prompt import Counter, body_of, label_of
-
-#: Ctrl-C is seen at least this often: Python misses a signal that comes just as a wait begins.
-_SIGNAL_CHECK_S = 0.05
 
 
 class Prefetch(Protocol):
@@ -107,8 +105,7 @@ class EarlyPassages:
             self._is_over = True
             self._changed.notify()
         if self._thread is not None:
-            while self._thread.is_alive():
-                self._thread.join(_SIGNAL_CHECK_S)
+            join(self._thread)
         if self._error is not None:
             raise self._error
         return self._prefetch

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from ... import errors
+from ...threads import join
 from ..kinds import KINDS, PartKind
 from ..near_storage import NearStorageDevice
 from .reader import Command, Trace
 
-#: Ctrl-C is seen at least this often: Python misses a signal that comes just as a wait begins.
-_SIGNAL_CHECK_S = 0.05
 #: How parts are asked for that are not there: (what, others are there, none is, what to do).
 _WANTED = {
     "records": (
@@ -155,8 +154,7 @@ class _Replay:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                while thread.is_alive():
-                    thread.join(_SIGNAL_CHECK_S)
+                join(thread)
         except BaseException as error:  # Ctrl-C, or no thread could be had
             self._fail(error)
             while any(thread.is_alive() for thread in threads):
